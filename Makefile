@@ -1,0 +1,80 @@
+# `make help` lists the targets. Everything is made inside the checkout: .venv and .cache.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# Options for pytest, for example: make test ARGS="test/srt/managers -k merge"
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
+	  | while IFS='|' read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
+	@printf '\nPYTHON=%s is the interpreter that .venv is made with (3.11 or newer).\n' '$(PYTHON)'
+
+# --- Environment: one stamp per step, so that a second call does nothing ------------------------
+
+$(PY):
+	@echo "== env: $(VENV) with $(PYTHON)"
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first, alone and pinned: requirements/torch.txt says why.
+$(VENV)/.stamp-torch: requirements/torch.txt | $(PY)
+	@echo "== env: torch"
+	$(PY) -m pip install -r requirements/torch.txt
+	@touch $@
+
+$(VENV)/.stamp-dev: requirements/dev.txt requirements/constraints.txt $(VENV)/.stamp-torch
+	@echo "== env: everything else"
+	$(PY) -m pip install -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.stamp-package: python/pyproject.toml $(VENV)/.stamp-dev
+	@echo "== env: the package, editable"
+	$(PY) -m pip install --no-deps --no-build-isolation -e python
+	@touch $@
+
+.PHONY: env
+env: $(VENV)/.stamp-package ## Make .venv with the pinned requirements and the package
+
+.PHONY: model
+model: env ## Make or verify SmolLM2-135M-Instruct in .cache/models
+	@$(PY) scripts/fetch_model.py
+
+# --- What people call -------------------------------------------------------------------------
+
+.PHONY: test
+test: env model ## Run the tests (ARGS="..." goes to pytest)
+	$(PY) -m pytest $(ARGS)
+
+.PHONY: bench
+bench: env model ## Measure the landmark commits with asv and print the table
+	$(PY) scripts/bench.py $(ARGS)
+
+.PHONY: prove-fixes
+prove-fixes: env model ## Show that each fix's tests fail before it and pass with it
+	$(PY) scripts/prove_fixes.py $(ARGS)
+
+.PHONY: speed
+speed: env model ## Compare decode speed with Hugging Face generate in one run
+	$(PY) benchmark/speed.py $(ARGS)
+
+.PHONY: lint
+lint: env ## Check style and spelling
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell
+
+.PHONY: clean
+clean: ## Remove build products and tool caches (.venv and .cache stay)
+	rm -rf python/build python/dist python/*.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find . \( -path ./.venv -o -path ./.cache -o -path ./.git \) -prune -o -name __pycache__ -type d -print0 | xargs -0 -r rm -rf
