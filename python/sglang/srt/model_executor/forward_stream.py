@@ -1,0 +1,182 @@
+"""The queue on which forwards run while the scheduler prepares the next one.
+
+One interface for every device: ``submit(fn) -> ForwardHandle`` and ``handle.wait()``. Work that was
+submitted earlier runs earlier. On CUDA the queue is a stream, `fn` only launches kernels. On the CPU
+it is one thread, so that the same two things are in flight at the same time, with the same hazards:
+what a forward reads must not be written by the scheduler until that forward is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class ForwardHandle:
+    """A forward in flight. Filled in by the stream that runs it."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done.is_set()
+
+    def wait(self) -> Any:
+        """Block until the forward and its copies to the host are done.
+
+        Returns
+        -------
+        object
+            What the submitted function returned.
+
+        Raises
+        ------
+        BaseException
+            Whatever the submitted function raised.
+        """
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self, fn: Callable[[], Any]) -> None:
+        try:
+            self._result = fn()
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        self._done.set()
+
+
+class ForwardStream:
+    """Runs submitted functions one after the other, in the order of submission."""
+
+    def start(self, thread_context: Callable[[], contextlib.AbstractContextManager]) -> None:
+        """Get ready. `thread_context` is entered by any thread that the stream makes."""
+
+    def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
+        """Queue `fn` behind everything that was submitted before it."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Block until everything submitted so far is done."""
+
+    def mark(self) -> Any:
+        """The point in time that the stream has come to. Called inside a submitted function."""
+        return time.perf_counter()
+
+    def seconds(self, mark: Any) -> float:
+        """A mark on one clock for all marks of this stream. Its function must be done."""
+        return mark
+
+    def close(self) -> None:
+        """Finish what was submitted and give back the stream's resources."""
+
+
+class InlineForwardStream(ForwardStream):
+    """Runs a function when it is submitted: no overlap."""
+
+    def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
+        handle = ForwardHandle()
+        handle._run(fn)
+        if handle._error is not None:
+            raise handle._error
+        return handle
+
+
+class ThreadForwardStream(ForwardStream):
+    """One worker thread: the forward stream of devices that have no streams."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: ForwardHandle | None = None
+
+    def start(self, thread_context: Callable[[], contextlib.AbstractContextManager]) -> None:
+        self._thread = threading.Thread(
+            target=self._loop, args=(thread_context,), name="forward-stream", daemon=True
+        )
+        self._thread.start()
+
+    def _loop(self, thread_context: Callable[[], contextlib.AbstractContextManager]) -> None:
+        with thread_context():
+            while (item := self._queue.get()) is not None:
+                handle, fn = item
+                handle._run(fn)
+                # A finished forward must not stay alive until the next one comes.
+                del item, handle, fn
+
+    def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
+        handle = ForwardHandle()
+        self._last = handle
+        self._queue.put((handle, fn))
+        return handle
+
+    def drain(self) -> None:
+        if self._last is not None:
+            self._last._done.wait()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+class _CudaHandle(ForwardHandle):
+    """A forward whose kernels are queued; it is done when the event behind them is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event = torch.cuda.Event()
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> Any:
+        if self._error is None:
+            self._event.synchronize()
+        return super().wait()
+
+
+class CudaForwardStream(ForwardStream):
+    """A CUDA stream beside the schedule stream, which is the stream current in the caller."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._origin = self.mark()
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        return self._origin.elapsed_time(mark) / 1e3
+
+    def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
+        handle = _CudaHandle()
+        schedule_stream = torch.cuda.current_stream()
+        self._stream.wait_stream(schedule_stream)
+        with torch.cuda.stream(self._stream):
+            handle._run(fn)
+            handle._event.record()
+        # Rows of the request pool are written by the schedule stream and read by this forward.
+        schedule_stream.wait_stream(self._stream)
+        if handle._error is not None:
+            raise handle._error
+        return handle
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.drain()

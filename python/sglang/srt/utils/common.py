@@ -1,0 +1,169 @@
+"""What the engine has to know about the device it runs on, in one place.
+
+Nothing outside this file and ``model_executor/forward_stream.py`` names a device, asks for pinned
+memory or touches a stream. A device is a `Platform` in a registry, so a test bench can serve
+``device="cuda"`` with a device of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+
+class Platform:
+    """How one kind of device is reached.
+
+    Parameters
+    ----------
+    name : str
+        The name a user asks for (``ServerArgs.device``).
+    torch_device : torch.device
+        Where tensors of the engine live when that name is asked for.
+    """
+
+    def __init__(self, name: str, torch_device: torch.device) -> None:
+        self.name = name
+        self.torch_device = torch_device
+
+    def is_available(self) -> bool:
+        """Whether an engine can run on this device here and now."""
+        return True
+
+    def is_pin_memory_available(self) -> bool:
+        """Whether page-locked host memory makes copies to this device asynchronous."""
+        return False
+
+    def create_forward_stream(self, overlap: bool):
+        """The queue on which forwards of one engine run, see `forward_stream.ForwardStream`."""
+        from sglang.srt.model_executor.forward_stream import (
+            InlineForwardStream,
+            ThreadForwardStream,
+        )
+
+        return ThreadForwardStream() if overlap else InlineForwardStream()
+
+    def synchronize(self) -> None:
+        """Wait for all work submitted to the device. Never called in a decode step."""
+
+
+class CudaPlatform(Platform):
+    """NVIDIA and AMD GPUs, both of which PyTorch calls ``cuda``."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", torch.device("cuda"))
+
+    def is_available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def is_pin_memory_available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def create_forward_stream(self, overlap: bool):
+        from sglang.srt.model_executor.forward_stream import CudaForwardStream, InlineForwardStream
+
+        return CudaForwardStream() if overlap else InlineForwardStream()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+_platforms: dict[str, Platform] = {
+    "cpu": Platform("cpu", torch.device("cpu")),
+    "cuda": CudaPlatform(),
+}
+
+
+def register_platform(platform: Platform) -> Platform | None:
+    """Serve ``platform.name`` (and its ``torch_device.type``) with `platform` from now on.
+
+    Returns
+    -------
+    Platform or None
+        What served the name before, for the caller to put back.
+    """
+    previous = _platforms.get(platform.name)
+    _platforms[platform.name] = platform
+    _platforms.setdefault(platform.torch_device.type, platform)
+    return previous
+
+
+def get_platform(device: str | torch.device) -> Platform:
+    """The platform that serves `device`.
+
+    Raises
+    ------
+    ValueError
+        If no platform of that name is registered.
+    """
+    kind = device.type if isinstance(device, torch.device) else device.split(":")[0]
+    platform = _platforms.get(kind)
+    if platform is None:
+        raise ValueError(f"device must be one of {sorted(_platforms)}, got {device!r}")
+    return platform
+
+
+def is_pin_memory_available(device: str | torch.device | None = None) -> bool:
+    """Whether host tensors that are copied to `device` should be page-locked."""
+    return get_platform("cuda" if device is None else device).is_pin_memory_available()
+
+
+def to_device_async(
+    data: Sequence | torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Copy host data to `device` without waiting for what the device is doing.
+
+    Parameters
+    ----------
+    data : sequence of numbers or Tensor on the host
+        Values to copy. They may be changed after the call.
+    dtype : torch.dtype
+        Type of the result.
+    device : torch.device
+        Where to copy them.
+
+    Returns
+    -------
+    Tensor
+        Of the shape of `data`. On a device with page-locked staging, reading it on the stream that is
+        current now is ordered behind the copy.
+    """
+    pin = is_pin_memory_available(device)
+    if isinstance(data, torch.Tensor):
+        host = data.to(dtype)
+        host = host.pin_memory() if pin else host.clone()
+    else:
+        host = torch.tensor(data, dtype=dtype, pin_memory=pin)
+    return host.to(device, non_blocking=True)
+
+
+def to_host_async(tensor: torch.Tensor) -> torch.Tensor:
+    """Start copying `tensor` to (page-locked) host memory.
+
+    The values are there once work submitted so far to the current stream is done; reading earlier is
+    an error of the caller. A tensor of the host is returned as it is.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(
+        tensor.shape, dtype=tensor.dtype, pin_memory=is_pin_memory_available(tensor.device)
+    )
+    return host.copy_(tensor, non_blocking=True)
+
+
+def get_bool_env_var(name: str, default: bool = False) -> bool:
+    """Read a switch from the environment: ``1``, ``true``, ``yes`` and ``on`` mean yes."""
+    value = os.environ.get(name)
+    return default if value is None else value.strip().lower() in ("1", "true", "yes", "on")
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest integer not below ``a / b``."""
+    return -(-a // b)
+
+
+def ceil_align(a: int, b: int) -> int:
+    """Smallest multiple of `b` not below `a`."""
+    return ceil_div(a, b) * b

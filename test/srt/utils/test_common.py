@@ -1,0 +1,139 @@
+"""Platforms, copies between host and device, and small arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.utils import common
+from sglang.srt.utils.common import (
+    Platform,
+    ceil_align,
+    ceil_div,
+    get_bool_env_var,
+    get_platform,
+    is_pin_memory_available,
+    register_platform,
+    to_device_async,
+    to_host_async,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "data", [[3, 1, 2], torch.tensor([3, 1, 2]), torch.tensor([3, 1, 2], dtype=torch.int32)]
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_copy_has_the_values_and_the_type_asked_for(data: object, dtype: torch.dtype) -> None:
+    copied = to_device_async(data, dtype, CPU)
+    assert copied.dtype == dtype
+    assert copied.tolist() == [3, 1, 2]
+
+
+def test_a_copy_of_nothing_has_its_type() -> None:
+    copied = to_device_async([], torch.int64, CPU)
+    assert copied.shape == (0,)
+    assert copied.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_what_was_copied_may_be_changed_afterwards(dtype: torch.dtype) -> None:
+    data = torch.tensor([1, 2, 3], dtype=dtype)
+    copied = to_device_async(data, torch.int64, CPU)
+    data.fill_(9)
+    assert copied.tolist() == [1, 2, 3]
+
+
+def test_nested_lists_keep_their_shape() -> None:
+    assert to_device_async([[1.5, 2], [3, 4]], torch.float32, CPU).tolist() == [[1.5, 2], [3, 4]]
+
+
+def test_a_host_tensor_comes_back_as_it_is() -> None:
+    tensor = torch.tensor([1, 2])
+    assert to_host_async(tensor) is tensor
+
+
+@pytest.mark.parametrize("word", ["1", "true", "TRUE", " yes ", "on"])
+def test_words_that_mean_yes(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_TEST_SWITCH", word)
+    assert get_bool_env_var("SGLANG_TEST_SWITCH")
+
+
+@pytest.mark.parametrize("word", ["0", "false", "no", "off", "", "2"])
+def test_words_that_mean_no(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_TEST_SWITCH", word)
+    assert not get_bool_env_var("SGLANG_TEST_SWITCH", default=True)
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_a_switch_that_is_not_set(default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_TEST_SWITCH", raising=False)
+    assert get_bool_env_var("SGLANG_TEST_SWITCH", default) is default
+
+
+@given(a=st.integers(0, 10**9), b=st.integers(1, 10**4))
+def test_rounding_up(a: int, b: int) -> None:
+    n = ceil_div(a, b)
+    assert (n - 1) * b < a <= n * b
+    assert ceil_align(a, b) == n * b
+
+
+class Toy(Platform):
+    """A device that does not exist."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, CPU)
+
+    def is_pin_memory_available(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Platform], Platform | None]]:
+    """Register platforms that are gone after the test."""
+    monkeypatch.setattr(common, "_platforms", dict(common._platforms))
+    yield register_platform
+
+
+def test_a_platform_serves_its_name_until_another_does(register: Callable) -> None:
+    first, second = Toy("toy"), Toy("toy")
+    assert register(first) is None
+    assert get_platform("toy") is first
+    assert get_platform("toy:1") is first
+    assert register(second) is first
+    assert get_platform("toy") is second
+    # The device type that its tensors have was served before, and still is by the same one.
+    assert get_platform(CPU).name == "cpu"
+
+
+def test_another_device_may_stand_for_cuda(register: Callable) -> None:
+    toy = Toy("cuda")
+    before = register(toy)
+    assert get_platform("cuda") is toy
+    assert is_pin_memory_available()
+    assert is_pin_memory_available("cuda")
+    assert not is_pin_memory_available(CPU)
+    assert register(before) is toy
+
+
+def test_a_new_kind_of_device_is_served_under_its_type_too(register: Callable) -> None:
+    meta = Platform("paper", torch.device("meta"))
+    register(meta)
+    assert get_platform("paper") is meta
+    assert get_platform(torch.device("meta")) is meta
+
+
+def test_an_unknown_device_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"device must be one of \['cpu', 'cuda'.*got 'tpu'"):
+        get_platform("tpu")
+
+
+def test_the_cpu_needs_no_pinned_memory() -> None:
+    assert get_platform("cpu").is_available()
+    assert not is_pin_memory_available("cpu")
+    get_platform("cpu").synchronize()
