@@ -1,0 +1,19 @@
+"""Penalties on tokens that a request has generated."""
+
+from sglang.srt.sampling.penaltylib.frequency_penalty import BatchedFrequencyPenalizer
+from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
+from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
+from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenalizer
+from sglang.srt.sampling.penaltylib.repetition_penalty import (
+    BatchedRepetitionPenalizer,
+    apply_scaling_penalties,
+)
+
+__all__ = [
+    "BatchedFrequencyPenalizer",
+    "BatchedMinNewTokensPenalizer",
+    "BatchedPenalizerOrchestrator",
+    "BatchedPresencePenalizer",
+    "BatchedRepetitionPenalizer",
+    "apply_scaling_penalties",
+]
