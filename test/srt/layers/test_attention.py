@@ -188,6 +188,23 @@ def test_draft_tree(shape, dtype):
     check(bench, bench.batch(ForwardMode.TARGET_VERIFY, mask), mask)
 
 
+@pytest.mark.parametrize("slots", [1, 20, 30])
+@pytest.mark.parametrize("mode", ["DECODE", "MIXED", "DRAFT_EXTEND_V2", "TARGET_VERIFY"])
+def test_a_batch_in_pieces_is_the_same_batch(mode, slots):
+    new = 2 if mode in ("DRAFT_EXTEND_V2", "TARGET_VERIFY") else 1
+    bench = Bench([Request(n, new) for n in (3, 9, 1, 0, 6)], extra_length=1)
+    bench.backend._piece_slots = slots
+    mask = None
+    if mode == "TARGET_VERIFY":
+        mask = torch.zeros((5, 2, bench.kv_indices.shape[1]), dtype=torch.bool)
+        for row, r in enumerate(bench.requests):
+            mask[row, :, : r.prefix + 1] = True
+            mask[row, 1, [0, r.prefix + 1]] = torch.tensor([False, True])
+    batch = bench.batch(ForwardMode[mode], mask)
+    check(bench, batch, mask)
+    assert len(batch.attn_metadata) > 1
+
+
 def test_one_token_with_a_custom_mask():
     bench = Bench([Request(5, 1), Request(3, 1)])
     mask = torch.zeros((2, 1, 6), dtype=torch.bool)

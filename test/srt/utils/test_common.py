@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -137,3 +138,28 @@ def test_the_cpu_needs_no_pinned_memory() -> None:
     assert get_platform("cpu").is_available()
     assert not is_pin_memory_available("cpu")
     get_platform("cpu").synchronize()
+
+
+def test_one_thread_is_the_calling_threads_affair():
+    """Only with OpenMP, which torch for Linux is built with."""
+    before = torch.get_num_threads()
+    seen = []
+
+    def run() -> None:
+        seen.append(torch.get_num_threads())
+        common.use_one_thread()
+        seen.append(torch.get_num_threads())
+        torch.ones(512, 512) @ torch.ones(512, 512)
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before, 1, 1]
+    assert torch.get_num_threads() == before
+
+
+def test_a_dissolved_team_is_made_anew():
+    product = torch.ones(256, 256) @ torch.ones(256, 256)
+    common.dissolve_thread_team()
+    assert torch.equal(torch.ones(256, 256) @ torch.ones(256, 256), product)

@@ -144,6 +144,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         self._init_pools()
         with torch.no_grad():
             self._init_workers(model_runner_class)
+        self.platform.leave_loading_thread()
 
         self.thread_context = thread_context
         # Identifiers of the threads that serve this scheduler now.
@@ -250,6 +251,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         """Serve until `stop`. Whatever goes wrong comes out of here."""
         try:
             with self._engine_thread():
+                self.platform.enter_schedule_thread(self.enable_overlap)
                 if self.enable_overlap:
                     self.event_loop_overlap()
                 else:

@@ -7,8 +7,9 @@ memory or touches a stream. A device is a `Platform` in a registry, so a test be
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,6 +46,15 @@ class Platform:
 
         return ThreadForwardStream() if overlap else InlineForwardStream()
 
+    def leave_loading_thread(self) -> None:
+        """Called once a model is loaded, on the thread that loaded it and will not run it."""
+        dissolve_thread_team()
+
+    def enter_schedule_thread(self, overlap: bool) -> None:
+        """Called on the scheduler's thread before it serves."""
+        if overlap:
+            use_one_thread()
+
     def synchronize(self) -> None:
         """Wait for all work submitted to the device. Never called in a decode step."""
 
@@ -65,6 +75,12 @@ class CudaPlatform(Platform):
         from sglang.srt.model_executor.forward_stream import CudaForwardStream, InlineForwardStream
 
         return CudaForwardStream() if overlap else InlineForwardStream()
+
+    def leave_loading_thread(self) -> None:
+        pass
+
+    def enter_schedule_thread(self, overlap: bool) -> None:
+        pass
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -151,6 +167,33 @@ def to_host_async(tensor: torch.Tensor) -> torch.Tensor:
         tensor.shape, dtype=tensor.dtype, pin_memory=is_pin_memory_available(tensor.device)
     )
     return host.copy_(tensor, non_blocking=True)
+
+
+# Each Python thread that runs a parallel operation of torch gets an OpenMP team of its own. As soon as
+# the teams of a process have more members than it has processors, GNU's runtime stops letting them spin
+# between operations, and a forward of many short ones takes a third longer. So only the thread that
+# runs forwards shall have a team.
+
+
+def dissolve_thread_team() -> None:
+    """Give up the calling thread's OpenMP team; its next parallel operation makes a new one."""
+    pause = _openmp_function("omp_pause_resource_all")
+    if pause is not None:
+        soft = 1
+        pause(soft)
+
+
+def use_one_thread() -> None:
+    """Run operations that the calling thread starts, and no other thread's, on that thread alone."""
+    torch.get_num_threads()  # on its first question a thread is given torch's number: not after this
+    set_num_threads = _openmp_function("omp_set_num_threads")
+    if set_num_threads is not None:
+        set_num_threads(1)
+
+
+def _openmp_function(name: str) -> Callable[[int], int] | None:
+    """A function of the OpenMP runtime that torch has brought into the process."""
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 def get_bool_env_var(name: str, default: bool = False) -> bool:
