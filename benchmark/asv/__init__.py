@@ -1,0 +1,1 @@
+"""Questions asked of history, one file each. What measures is in ``benchmark/lab``."""

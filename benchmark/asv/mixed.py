@@ -1,0 +1,33 @@
+"""What becomes of generation requests under a stream of scoring requests? (#21840)"""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from lab import history
+
+
+class Mixed(history.Timed):
+    """Generation requests that arrive while a scoring request prefills, and more scoring requests."""
+
+    # asv does not see a change in the lab: count up when a number gets another meaning.
+    version = "1"
+    params = history.cases("mixed")
+
+    def setup_cache(self) -> history.Results:
+        """Measure all cases."""
+        return history.measure("mixed")
+
+    setup_cache.timeout = history.QUESTION_TIMEOUT_S
+
+    def track_stalled(self, results: history.Results, case: str) -> float:
+        """1 if the generation requests never end or the engine dies of them."""
+        return history.stalled(results, case)
+
+    track_stalled.unit = "cases"
+
+    track_ttft_p50_ms = history.tracks("ttft_p50_ms", "ms")
+    track_ttft_p50_ms_ratio = history.tracks("ttft_p50_ms_ratio", "anchors")
+    track_score_p50_ms = history.tracks("score_p50_ms", "ms")
+    track_score_p50_ms_ratio = history.tracks("score_p50_ms_ratio", "anchors")

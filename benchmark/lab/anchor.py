@@ -1,0 +1,74 @@
+"""A fixed piece of work that is timed beside each round of a workload.
+
+On a shared machine the same code takes a different time each minute. What the machine does to the
+anchor, it does to the round beside it too, so their ratio moves far less than either. An anchor never
+changes: results of different commits, days and machines are comparable through it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.nn.functional as F
+
+KINDS = ("model", "host")
+
+
+class Anchor:
+    """A fixed workload of plain torch and Python.
+
+    Parameters
+    ----------
+    kind : {"model", "host"}
+        ``model`` reads 85 MB of float32 weights again and again, as the decode steps of a real model
+        do. ``host`` calls thousands of tiny operations, as a scheduler and a tiny model do.
+    """
+
+    def __init__(self, kind: str) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+        self.kind = kind
+        generator = torch.Generator().manual_seed(0)
+        self._x = torch.randn(8, 576, generator=generator)
+        if kind == "model":
+            self._weights = [torch.randn(1536, 576, generator=generator) for _ in range(24)]
+
+    def __call__(self) -> float:
+        """Do the work.
+
+        Returns
+        -------
+        float
+            Seconds that it took.
+        """
+        started = time.perf_counter()
+        with torch.inference_mode():
+            if self.kind == "model":
+                self._read_weights(passes=12)
+                _python_loop(60_000)
+            else:
+                self._small_operations(calls=1500)
+                _python_loop(200_000)
+        return time.perf_counter() - started
+
+    def _read_weights(self, passes: int) -> None:
+        for _ in range(passes):
+            for weight in self._weights:
+                F.linear(self._x, weight)
+
+    def _small_operations(self, calls: int) -> None:
+        # None of them is large enough to be split among threads.
+        rows = torch.arange(7, -1, -1)
+        for _ in range(calls):
+            y = self._x.index_select(0, rows)
+            y = torch.where(y > 0, y, self._x).add_(1).mul_(0.5)
+            torch.cat((y, self._x))[:, :64].sum(dim=-1)
+
+
+def _python_loop(turns: int) -> int:
+    """Work for the interpreter alone."""
+    seen: dict[int, int] = {}
+    for i in range(turns):
+        seen[i & 255] = seen.get(i & 255, 0) + i
+    return len(seen)

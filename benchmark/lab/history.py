@@ -1,0 +1,133 @@
+"""What benchmarks along history (`benchmark/asv`) have in common.
+
+One measurement feeds all metrics: a benchmark class measures its cases in ``setup_cache``, once a
+commit, and its ``track_*`` methods read one number each. asv takes smaller as better, so what is better
+when it is larger is tracked as its inverse or its complement: tokens a second as microseconds a token,
+accepted length as steps a token, occupancy as the idle part.
+
+A commit that cannot do the work of a case *stalls*: its numbers are NaN, which asv shows as "n/a", and
+``track_stalled`` is 1. A case that a commit has no API for is skipped. Anything else that goes wrong is
+an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+
+from lab.run import Event, run_cases
+from lab.workloads import QUESTIONS
+
+# Names a file that gets the events of the measurement, for whoever shows progress: asv keeps to itself
+# what a benchmark prints.
+EVENTS_VARIABLE = "LAB_EVENTS"
+# Rounds a case, for a look whether everything works.
+ROUNDS_VARIABLE = "LAB_ROUNDS"
+
+# Seconds that the cases of one question may take, on a busy machine.
+QUESTION_TIMEOUT_S = 1800
+
+Results = dict[str, dict[str, Any]]
+
+
+def cases(question: str) -> list[str]:
+    """Names of the cases of a question."""
+    return [case.name for case in QUESTIONS[question]]
+
+
+def measure(question: str) -> Results:
+    """Measure the cases of a question on the installed commit, by name of the case."""
+    prefix = f"{question}/"
+    rounds = os.environ.get(ROUNDS_VARIABLE)
+    results = run_cases(
+        [prefix + name for name in cases(question)],
+        rounds=int(rounds) if rounds else None,
+        on_event=_tell,
+    )
+    return {name.removeprefix(prefix): result for name, result in results.items()}
+
+
+def _tell(event: Event) -> None:
+    path = os.environ.get(EVENTS_VARIABLE)
+    if path:
+        brief = {
+            key: event.get(key) for key in ("event", "case", "done", "total", "what", "outcome")
+        }
+        with open(path, "a") as sink:
+            sink.write(json.dumps(brief) + "\n")
+
+
+def require(results: Results, case: str) -> None:
+    """Skip a case that this commit has no API for.
+
+    Raises
+    ------
+    NotImplementedError
+        Which asv takes as a wish to skip.
+    """
+    if results[case]["outcome"] == "unsupported":
+        raise NotImplementedError(results[case]["detail"])
+
+
+def value(results: Results, case: str, metric: str) -> float:
+    """A metric of a case; NaN where the commit stalls.
+
+    Raises
+    ------
+    RuntimeError
+        If the case failed.
+    """
+    result = results[case]
+    if result["outcome"] == "failed":
+        raise RuntimeError(result["detail"])
+    if result["outcome"] == "stalls":
+        return math.nan
+    return float(f"{result['metrics'][metric]:.5g}")  # more digits than that are noise
+
+
+def stalled(results: Results, case: str) -> float:
+    """1 where the commit cannot do the work of the case, else 0."""
+    if results[case]["outcome"] == "failed":
+        raise RuntimeError(results[case]["detail"])
+    return float(results[case]["outcome"] == "stalls")
+
+
+def tracks(metric: str, unit: str) -> Any:
+    """A ``track_*`` method for asv that reads `metric`."""
+
+    def track(self: Any, results: Results, case: str) -> float:
+        return value(results, case, metric)
+
+    track.unit = unit  # type: ignore[attr-defined]
+    return track
+
+
+class Timed:
+    """Metrics that every question has.
+
+    A time is tracked as it is, and as its ratio to the anchor beside it.
+    """
+
+    param_names = ["case"]
+    timeout = 120
+
+    def setup(self, results: Results, case: str) -> None:
+        """Skip what this commit does not have."""
+        require(results, case)
+
+    track_us_per_token = tracks("us_per_token", "us/token")
+    track_us_per_token_ratio = tracks("us_per_token_ratio", "anchors/token")
+    track_itl_p50_ms = tracks("itl_p50_ms", "ms")
+    track_itl_p50_ms_ratio = tracks("itl_p50_ms_ratio", "anchors")
+    track_itl_p99_ms = tracks("itl_p99_ms", "ms")
+    track_itl_p99_ms_ratio = tracks("itl_p99_ms_ratio", "anchors")
+
+
+class Stepped(Timed):
+    """Metrics that follow from step records."""
+
+    track_forward_idle = tracks("forward_idle", "of the decode phase")
+    track_host_us_per_step = tracks("host_us_per_step", "us")
+    track_host_us_per_step_ratio = tracks("host_us_per_step_ratio", "anchors")

@@ -1,0 +1,236 @@
+"""Measures cases, each engine in a process of its own: ``python -m lab.run [CASE ...]``.
+
+Nothing outlives a call: a worker that stalls, or whose parent ends, is killed with all it started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.formats import significant
+from lab.workloads import CASES
+
+BENCHMARK_DIR = Path(__file__).resolve().parents[1]
+
+# Seconds without any event after which a worker is killed. It notices a stall itself, far earlier.
+SILENCE_S = 300.0
+
+Event = dict[str, Any]
+OnEvent = Callable[[Event], None]
+
+
+def by_setup(names: Iterable[str]) -> list[list[str]]:
+    """Groups of cases that can share an engine, in the order of their first ones.
+
+    Raises
+    ------
+    ValueError
+        If there is no such case.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        if name not in CASES:
+            raise ValueError(f"no case {name!r}; there are {', '.join(CASES)}")
+        groups.setdefault(CASES[name].setup, []).append(name)
+    return list(groups.values())
+
+
+def run_cases(
+    names: Iterable[str],
+    *,
+    python: str = sys.executable,
+    package: str | None = None,
+    threads: int | None = None,
+    rounds: int | None = None,
+    stall_s: float | None = None,
+    on_event: OnEvent = lambda event: None,
+) -> dict[str, Event]:
+    """Measure cases.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Keys of `lab.workloads.CASES`.
+    python : str
+        Interpreter whose environment holds the package to measure.
+    package : str, optional
+        Directory that holds ``sglang``, if it is another one than the installed one.
+    threads : int, optional
+        Threads that torch gets, instead of what each setup says.
+    rounds : int, optional
+        Rounds a case, instead of what the case says.
+    stall_s : float, optional
+        Seconds without a token after which a mixed workload counts as stalled.
+    on_event : callable
+        Takes each event as it comes, see `lab.worker`.
+
+    Returns
+    -------
+    dict of str to dict
+        By case: ``outcome`` ("done", "stalls", "unsupported", "failed"), ``metrics`` if done, else
+        ``detail``.
+    """
+    options = [] if rounds is None else ["--rounds", str(rounds)]
+    options += [] if stall_s is None else ["--stall", str(stall_s)]
+    results: dict[str, Event] = {}
+    for group in by_setup(names):
+        count = threads or CASES[group[0]].setup.threads
+        env = environment(count, package)
+        pending = list(group)
+        while pending:
+            results |= _run_worker(
+                pending, python, env, ["--threads", str(count), *options], on_event
+            )
+            # A case that failed took its worker with it; the others get a new one.
+            pending = [name for name in pending if name not in results]
+    return results
+
+
+def _run_worker(
+    names: list[str], python: str, env: dict[str, str], options: list[str], on_event: OnEvent
+) -> dict[str, Event]:
+    """Results of the cases that one worker came to, at least one."""
+    with tempfile.TemporaryDirectory(prefix="lab-run-") as scratch:
+        out, log = Path(scratch) / "events", Path(scratch) / "log"
+        out.touch()
+        with log.open("w") as sink:
+            worker = subprocess.Popen(
+                [python, "-m", "lab.worker", *names, "--out", str(out), *options],
+                env=env,
+                cwd=scratch,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                results, current = _follow(worker, out, names[0], on_event)
+            finally:
+                _end(worker)
+        # A case may end its worker, but it says so first.
+        if current not in results:
+            tail = log.read_text(errors="replace")[-2000:].strip()
+            detail = f"the worker ended with status {worker.returncode}: {tail or 'no output'}"
+            results[current] = {"case": current, "outcome": "failed", "detail": detail}
+            on_event({"event": "result", **results[current]})
+        return results
+
+
+def _follow(
+    worker: subprocess.Popen, out: Path, first: str, on_event: OnEvent
+) -> tuple[dict[str, Event], str]:
+    """Results, and the case that was last at work."""
+    results: dict[str, Event] = {}
+    current, heard = first, time.monotonic()
+    with out.open() as events:
+        partial = ""
+        while True:
+            ended = worker.poll() is not None
+            for event in _lines(events, partial):
+                if isinstance(event, str):
+                    partial = event
+                    continue
+                heard, current = time.monotonic(), event["case"]
+                if event["event"] == "result":
+                    results[current] = {k: v for k, v in event.items() if k != "event"}
+                on_event(event)
+            if ended or time.monotonic() - heard > SILENCE_S:
+                return results, current
+            time.sleep(0.05)
+
+
+def _lines(events: Any, partial: str) -> Iterator[Event | str]:
+    """Events that have come, then what has come of the next one."""
+    *lines, rest = (partial + events.read()).split("\n")
+    for line in lines:
+        yield json.loads(line)
+    yield rest
+
+
+def _end(worker: subprocess.Popen) -> None:
+    """Kill a worker and whatever it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+
+
+def environment(threads: int, package: str | None = None) -> dict[str, str]:
+    """The environment of a worker: offline, a fixed number of threads, the lab importable."""
+    env = dict(os.environ)
+    # Checks of every step cost time, and are on in tests.
+    env.pop("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", None)
+    # A worker has a working directory of its own.
+    path = [package, BENCHMARK_DIR, *env.get("PYTHONPATH", "").split(os.pathsep)]
+    env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in path if entry)
+    env |= {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return env
+
+
+def _say(event: Event) -> None:
+    if event["event"] == "progress":
+        text = f"{event['case']}: {event['what']} {event['done']}/{event['total']}"
+    else:
+        text = f"{event['case']}: {event['outcome']} {event.get('detail', '')}"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_table(results: dict[str, Event]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = ("tokens_per_s", "us_per_token", "us_per_token_ratio", "itl_p50_ms", "itl_p99_ms")
+    names += ("accepted_length", "forward_occupancy", "host_us_per_step")
+    table = Table("case", *(name.replace("_", " ") for name in names))
+    for case, result in results.items():
+        found = result.get("metrics", {})
+        cells = [significant(found[n]) if n in found else "" for n in names]
+        table.add_row(case, *cells if found else [f"[bold]{result['outcome']}[/]"])
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure cases from the command line."""
+    parser = argparse.ArgumentParser(prog="lab.run", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "cases", nargs="*", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}"
+    )
+    parser.add_argument("--threads", type=int, help="instead of what each setup says")
+    parser.add_argument("--rounds", type=int, help="rounds a case")
+    parser.add_argument("--package", help="directory that holds another sglang to measure")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(argv)
+    try:
+        results = run_cases(
+            args.cases,
+            package=args.package,
+            threads=args.threads,
+            rounds=args.rounds,
+            on_event=_say,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if args.json:
+        print(json.dumps(results, indent=2))
+    else:
+        _print_table(results)
+    return 0 if all(r["outcome"] != "failed" for r in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

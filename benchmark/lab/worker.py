@@ -1,0 +1,212 @@
+"""Measures cases in this process: ``python -m lab.worker CASE ... --out FILE``.
+
+All cases must have the same setup; they share an engine. Each event is one line of JSON in FILE:
+``{"event": "progress", ...}`` while it works, one ``{"event": "result", ...}`` a case. A workload that
+stops making progress is given up, and with it this process: the engine's threads cannot be ended from
+within it. `lab.run` starts workers and reads their events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from lab.metrics import summarise
+from lab.models import Unsupported
+from lab.workloads import CASES, Case, Session
+
+# Seconds without a new token after which a mixed workload counts as stalled. A step of the slowest case
+# takes a second on a machine that four others share.
+STALL_S = 20.0
+# The same for a workload that tells of no tokens until it is done.
+ROUND_S = 240.0
+
+
+class Stalled(RuntimeError):
+    """The workload does not go on."""
+
+
+class Events:
+    """Writes events."""
+
+    def __init__(self, sink: TextIO) -> None:
+        self._sink = sink
+
+    def progress(self, case: str, done: int, total: int, what: str) -> None:
+        """Say how far a case is."""
+        self._write(event="progress", case=case, done=done, total=total, what=what)
+
+    def result(self, case: str, outcome: str, **fields: Any) -> None:
+        """Say how a case ended."""
+        self._write(event="result", case=case, outcome=outcome, **fields)
+
+    def _write(self, **fields: Any) -> None:
+        self._sink.write(json.dumps(fields) + "\n")
+        self._sink.flush()
+
+
+class Watched:
+    """Runs a function on a thread of its own and gives up when it stops making progress."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._seen = time.monotonic()
+
+    def alive(self) -> None:
+        """Tell that there is progress."""
+        self._seen = time.monotonic()
+
+    def call(self, function: Any, *args: Any) -> Any:
+        """The function's result.
+
+        Raises
+        ------
+        Stalled
+            If there is no progress for too long.
+        """
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                outcome[:] = [True, function(*args)]
+            except BaseException as error:
+                outcome[:] = [False, error]
+
+        self.alive()
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.05)
+            if time.monotonic() - self._seen > self._stall_s:
+                raise Stalled(f"no token for {self._stall_s:.0f} s while requests were running")
+        ok, value = outcome
+        if not ok:
+            raise value
+        return value
+
+
+def measure(
+    session: Session, case: Case, name: str, rounds: int, events: Events, stall_s: float = STALL_S
+) -> dict[str, Any]:
+    """Run a case `rounds` times after a short warm-up, each round between two runs of its anchor.
+
+    Returns
+    -------
+    dict
+        ``metrics`` (see `lab.metrics.summarise`), ``rounds``, the metrics of each round, and
+        ``anchors``, the seconds of each anchor.
+
+    Raises
+    ------
+    Stalled
+        If a round makes no progress for `stall_s` seconds.
+    """
+    from lab.anchor import Anchor
+
+    anchor = Anchor(case.anchor)
+    watched = Watched(stall_s if case.kind == "mixed" else ROUND_S)
+    session.progress = watched.alive
+    events.progress(name, 0, rounds, "warm-up")
+    watched.call(session.run_round, case.shortened())
+    anchor()
+    found: list[dict[str, float]] = []
+    anchors = [anchor()]
+    for i in range(rounds):
+        events.progress(name, i, rounds, "measuring")
+        gc.collect()
+        found.append(watched.call(session.run_round, case))
+        anchors.append(anchor())
+    return {"metrics": summarise(found, anchors), "rounds": found, "anchors": anchors}
+
+
+def measure_all(
+    names: Sequence[str], rounds: int | None, events: Events, stall_s: float = STALL_S
+) -> None:
+    """Measure cases of one setup, one after the other, on one engine."""
+    cases = [CASES[name] for name in names]
+    if len({case.setup for case in cases}) != 1:
+        raise ValueError(f"cases of several setups: {', '.join(names)}")
+    with tempfile.TemporaryDirectory(prefix="lab-") as scratch:
+        events.progress(names[0], 0, 1, "starting the engine")
+        try:
+            session = Session(cases[0].setup, Path(scratch))
+        except Unsupported as error:
+            for name in names:
+                events.result(name, "unsupported", detail=str(error))
+            return
+        about = {"engine": _where_the_engine_is()}
+        for name, case in zip(names, cases, strict=True):
+            try:
+                found = measure(session, case, name, rounds or case.rounds, events, stall_s)
+            except Exception as error:
+                outcome = _outcome(case, error)
+                detail = f"{type(error).__name__}: {error}"
+                if outcome == "failed":
+                    detail = traceback.format_exc(limit=-3).strip()
+                events.result(name, outcome, detail=detail, **about)
+                # Its engine cannot be trusted any more, nor closed.
+                raise
+            events.result(name, "done", **found, **about)
+        session.close()
+
+
+def _outcome(case: Case, error: Exception) -> str:
+    """A mixed workload that the engine cannot serve, and which so kills it, *stalls*."""
+    died = "the engine has died" in str(error)
+    return "stalls" if isinstance(error, Stalled) or (case.kind == "mixed" and died) else "failed"
+
+
+def _where_the_engine_is() -> str:
+    import sglang
+
+    return str(Path(sglang.__file__).resolve().parent)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends, on Linux."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure; end the process whatever its threads do."""
+    parser = argparse.ArgumentParser(prog="lab.worker", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("cases", nargs="+", choices=sorted(CASES), metavar="CASE")
+    parser.add_argument("--out", type=Path, required=True, help="file that events are appended to")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="instead of what each case says")
+    parser.add_argument("--stall", type=float, default=STALL_S, help="seconds, see STALL_S")
+    args = parser.parse_args(argv)
+
+    end_with_parent()
+    import torch
+
+    torch.set_num_threads(args.threads)
+    status = 0
+    with args.out.open("a") as sink:
+        try:
+            measure_all(args.cases, args.rounds, Events(sink), args.stall)
+        except BaseException as error:
+            print(f"lab.worker: {type(error).__name__}: {error}", file=sys.stderr)
+            status = 1
+    # Threads of an engine that has stalled would hold up an ordinary exit for good.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

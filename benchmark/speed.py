@@ -1,0 +1,553 @@
+#!/usr/bin/env python3
+"""How fast is the decode path, beside what it should be compared with? (``make speed``)
+
+Everything is measured alternately in one call: float32, two threads, SmolLM2-135M, greedy. What is
+compared with a target is the median of the ratios of neighbouring runs, since both runs of a pair had
+the same machine.
+
+========  =====================================================================================
+hf        decode tokens/s of the engine by those of Hugging Face's ``generate``: the same prompts,
+          the same number of new tokens
+overlap   decode tokens/s of the overlap loop by those of the normal loop
+host      host work of ``filter_batch`` + ``prepare_for_decode`` by that of real SGLang 0.5.10
+eagle     EAGLE chain and tree beside plain decoding: accepted length, draft and verify time. On two
+          cores this is no speed-up: verifying costs more than it saves
+========  =====================================================================================
+
+For ``host``, SGLang 0.5.10 is measured beside where it lies in ``.cache/upstream/0.5.10`` and an
+interpreter has what it needs: this one, or the one that ``UPSTREAM_PYTHON`` names. Else the figures
+measured earlier on such a machine are printed, as such.
+
+Examples
+--------
+::
+
+    python benchmark/speed.py
+    python benchmark/speed.py --section hf --batch-size 1 8 --rounds 9
+    python benchmark/speed.py --section host --json host.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+REPO_ROOT: Final = Path(__file__).resolve().parents[1]
+for entry in (REPO_ROOT / "benchmark", REPO_ROOT / "python"):
+    if str(entry) not in sys.path:
+        sys.path.append(str(entry))
+
+from lab import metrics, models  # noqa: E402
+from lab.formats import significant  # noqa: E402
+from lab.run import environment  # noqa: E402
+from lab.workloads import Case, Session, Setup, sampling_params  # noqa: E402
+
+HF_TARGETS: Final = {1: 1.5, 8: 1.3, 32: 1.1}
+OVERLAP_TARGET: Final = 1.0
+HOST_BATCH_SIZES: Final = (1, 8, 64, 256)
+# Microseconds a step of real SGLang 0.5.10, measured on a two-core machine of this kind.
+HOST_REFERENCE_US: Final = {1: 31.0, 8: 31.0, 64: 44.0, 256: 91.0}
+UPSTREAM: Final = REPO_ROOT / ".cache" / "upstream" / "0.5.10"
+SECTIONS: Final = ("hf", "overlap", "host", "eagle")
+
+Row = dict[str, Any]
+Tick = Callable[[str], None]
+
+
+@dataclass
+class Section:
+    """What a section found: rows for its table, and whether its targets were met."""
+
+    title: str
+    columns: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def median_ratio(ours: Sequence[float], others: Sequence[float]) -> float:
+    """Median of the ratios of pairs."""
+    return statistics.median(a / b for a, b in zip(ours, others, strict=True))
+
+
+def spread(ours: Sequence[float], others: Sequence[float]) -> str:
+    """Smallest and largest ratio of a pair."""
+    ratios = [a / b for a, b in zip(ours, others, strict=True)]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+# --- Hugging Face -----------------------------------------------------------------------------
+
+
+class HuggingFace:
+    """The model in transformers, with a stopwatch at each step."""
+
+    def __init__(self, path: str) -> None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        import torch
+        import transformers
+
+        self._torch = torch
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self._model.eval()
+        self._model.generation_config.eos_token_id = None  # nothing ends early
+
+    def generate(self, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:
+        """Greedy tokens, decode seconds (from the first to the last token) and seconds in all."""
+        torch = self._torch
+        stamps: list[float] = []
+
+        def stamp(input_ids: Any, scores: Any) -> Any:
+            stamps.append(time.perf_counter())
+            return scores
+
+        ids = torch.tensor(prompts)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            output = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+                logits_processor=[stamp],
+            )
+        ended = time.perf_counter()
+        tokens = output[:, ids.shape[1] :].tolist()
+        if any(len(row) != new for row in tokens) or len(stamps) != new:
+            raise metrics.WorkNotDone(f"transformers did not generate {new} tokens a prompt")
+        return tokens, stamps[-1] - stamps[0], ended - started
+
+
+def equal_prompts(path: str, count: int, length: int = 32) -> list[list[int]]:
+    """Text prompts of one length, so that neither side has to pad."""
+    ids = [token for prompt in models.chat_prompts(path, 8) for token in prompt]
+    ids *= 1 + (count * 7 + length) // len(ids)
+    return [ids[7 * i : 7 * i + length] for i in range(count)]
+
+
+def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Number of leading tokens that are the same."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(theirs))
+
+
+def run_hf(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
+    """The engine beside Hugging Face's generate."""
+    section = Section(
+        f"Decode against Hugging Face generate, {args.new_tokens} new tokens",
+        {
+            "batch_size": "batch",
+            "ours": "engine tok/s",
+            "theirs": "HF tok/s",
+            "ratio": "ratio",
+            "spread": "pairs",
+            "target": "target",
+            "met": "met",
+            "whole": "whole call",
+            "same": "same tokens",
+        },
+        notes=["tok/s from the first token on; 'whole call' is the ratio with prefill and all."],
+    )
+    tick("hf: loading both models")
+    path = models.real_model()
+    reference = HuggingFace(path)
+    with Session(Setup("real", max_running_requests=max(args.batch_size)), scratch) as session:
+        for size in args.batch_size:
+            section.rows.append(_hf_row(args, session, reference, path, size, tick))
+    return section
+
+
+def _hf_row(
+    args: argparse.Namespace,
+    session: Session,
+    reference: HuggingFace,
+    path: str,
+    size: int,
+    tick: Tick,
+) -> Row:
+    prompts, new = equal_prompts(path, size), args.new_tokens
+    case = Case("hf", session.setup, batch_size=size, output_len=new)
+    ours: list[float] = []
+    theirs: list[float] = []
+    whole: list[float] = []
+    same = total = 0
+    for i in range(args.rounds + 1):
+        tick(f"hf: batch {size}, pair {i} of {args.rounds}")
+        round_ = session.generate(prompts, sampling_params(case))
+        metrics.check_results(round_.results, [len(p) for p in prompts], new)
+        tokens, decode_seconds, all_seconds = reference.generate(prompts, new)
+        if i == 0:
+            continue  # the warm-up of both
+        ours.append(metrics.decode_metrics(round_)["tokens_per_s"])
+        theirs.append(size * (new - 1) / decode_seconds)
+        whole.append(all_seconds / (round_.ended - round_.started))
+        for result, row in zip(round_.results, tokens, strict=True):
+            same, total = same + common_prefix(result["output_ids"], row), total + new
+    ratio = median_ratio(ours, theirs)
+    target = HF_TARGETS.get(size)
+    return {
+        "batch_size": size,
+        "ours": round(statistics.median(ours), 1),
+        "theirs": round(statistics.median(theirs), 1),
+        "ratio": round(ratio, 3),
+        "spread": spread(ours, theirs),
+        "target": target,
+        "met": None if target is None else ratio >= target,
+        "whole": round(statistics.median(whole), 3),
+        "same": f"{same / total:.1%}",
+    }
+
+
+# --- The two loops ----------------------------------------------------------------------------
+
+
+def run_overlap(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
+    """The overlap loop beside the normal loop."""
+    section = Section(
+        f"Overlap loop against normal loop, {args.new_tokens} new tokens",
+        {
+            "batch_size": "batch",
+            "ours": "overlap tok/s",
+            "theirs": "normal tok/s",
+            "ratio": "ratio",
+            "spread": "pairs",
+            "target": "target",
+            "met": "met",
+            "idle": "forward idle, overlap / normal",
+            "host": "host us/step, overlap / normal",
+        },
+        notes=["'met' allows for the noise of the median: half the spread of the middle pairs."],
+    )
+    tick("overlap: loading two engines")
+    most = max(args.batch_size)
+    with (
+        Session(Setup("real", overlap=True, max_running_requests=most), scratch) as overlap,
+        Session(Setup("real", overlap=False, max_running_requests=most), scratch) as normal,
+    ):
+        for size in args.batch_size:
+            case = Case("overlap", overlap.setup, batch_size=size, output_len=args.new_tokens)
+            found = _alternate(args, {"overlap": overlap, "normal": normal}, case, tick)
+            section.rows.append(_overlap_row(size, found["overlap"], found["normal"]))
+    return section
+
+
+def _alternate(
+    args: argparse.Namespace, sessions: dict[str, Session], case: Case, tick: Tick
+) -> dict[str, list[dict[str, float]]]:
+    """Metrics of each session's rounds; each turn begins with another one."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in sessions}
+    names = list(sessions)
+    for i in range(args.rounds + 1):
+        tick(f"{case.name}: batch {case.batch_size}, round {i} of {args.rounds}")
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            measured = sessions[name].run_round(case)
+            if i > 0:  # the first round warms up
+                found[name].append(measured)
+    return found
+
+
+def _overlap_row(size: int, overlap: list[Row], normal: list[Row]) -> Row:
+    ours, theirs = ([r["tokens_per_s"] for r in rounds] for rounds in (overlap, normal))
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    ratio = statistics.median(ratios)
+    quarter = len(ratios) // 4
+    noise = (ratios[-1 - quarter] - ratios[quarter]) / 2
+
+    def both(metric: str, form: str) -> str:
+        values = (statistics.median(r[metric] for r in rounds) for rounds in (overlap, normal))
+        return " / ".join(form.format(value) for value in values)
+
+    return {
+        "batch_size": size,
+        "ours": round(statistics.median(ours), 1),
+        "theirs": round(statistics.median(theirs), 1),
+        "ratio": round(ratio, 3),
+        "spread": spread(ours, theirs),
+        "target": OVERLAP_TARGET,
+        "met": ratio + noise >= OVERLAP_TARGET,
+        "idle": both("forward_idle", "{:.3f}"),
+        "host": both("host_us_per_step", "{:.0f}"),
+    }
+
+
+# --- Host work --------------------------------------------------------------------------------
+
+
+class HostWorker:
+    """A process that measures host work on demand (see `lab.hostwork`)."""
+
+    def __init__(self, python: str, package: Path, *options: str, threads: int) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
+        self._process = subprocess.Popen(
+            [python, "-m", "lab.hostwork", "--threads", str(threads), *options],
+            env=environment(threads, str(package)),
+            cwd=REPO_ROOT / "benchmark",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            said = self._log.read().strip().splitlines() or ["it says nothing"]
+            raise RuntimeError(said[-1])
+        return json.loads(line)
+
+    def measure(self, batch_size: int) -> float:
+        """Median microseconds of a step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{batch_size}\n")
+        self._process.stdin.flush()
+        return self._answer()["us"]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+
+@contextlib.contextmanager
+def upstream_worker(threads: int, section: Section) -> Iterator[HostWorker | None]:
+    """A worker for real SGLang, or None with a note in `section` that says why not."""
+    python = os.environ.get("UPSTREAM_PYTHON", sys.executable)
+    if not (UPSTREAM / "sglang").is_dir():
+        reason = f"it is not at {UPSTREAM.relative_to(REPO_ROOT)}"
+    else:
+        try:
+            worker = HostWorker(python, UPSTREAM, "--upstream", threads=threads)
+        except (RuntimeError, OSError) as error:
+            reason = f"{python} cannot import it ({error})"
+        else:
+            section.notes.append("SGLang 0.5.10 was measured alternately, in this run.")
+            with contextlib.closing(worker):
+                yield worker
+            return
+    section.notes.append(
+        f"SGLang 0.5.10 was not measured: {reason}. "
+        "Its figures are those measured earlier on a two-core machine of this kind."
+    )
+    yield None
+
+
+def run_host(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
+    """Host work of a decode step beside upstream's."""
+    section = Section(
+        "Host work of filter_batch + prepare_for_decode, us a step, no penalties",
+        {
+            "batch_size": "batch",
+            "ours": "ours, us",
+            "theirs": "SGLang 0.5.10, us",
+            "source": "which is",
+            "ratio": "ratio",
+            "spread": "pairs",
+            "met": "no more",
+        },
+    )
+    tick("host: starting the workers")
+    own = HostWorker(sys.executable, REPO_ROOT / "python", threads=args.threads)
+    with contextlib.closing(own), upstream_worker(args.threads, section) as upstream:
+        for size in HOST_BATCH_SIZES:
+            ours: list[float] = []
+            theirs: list[float] = []
+            for i in range(args.rounds):
+                tick(f"host: batch {size}, pair {i + 1} of {args.rounds}")
+                ours.append(own.measure(size))
+                theirs.append(upstream.measure(size) if upstream else HOST_REFERENCE_US[size])
+            ratio = median_ratio(ours, theirs)
+            section.rows.append(
+                {
+                    "batch_size": size,
+                    "ours": round(statistics.median(ours), 1),
+                    "theirs": round(statistics.median(theirs), 1),
+                    "source": "measured beside" if upstream else "a reference",
+                    "ratio": round(ratio, 3),
+                    "spread": spread(ours, theirs),
+                    "met": ratio <= 1,
+                }
+            )
+    return section
+
+
+# --- EAGLE ------------------------------------------------------------------------------------
+
+
+def run_eagle(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
+    """EAGLE chain and tree beside plain decoding."""
+    section = Section(
+        f"EAGLE beside plain decoding, {args.new_tokens} new tokens",
+        {
+            "batch_size": "batch",
+            "mode": "mode",
+            "tokens_per_s": "tok/s",
+            "ratio": "of plain",
+            "accepted_length": "accepted length",
+            "forward_ms": "forward ms",
+            "draft_ms": "draft ms",
+            "verify_ms": "verify ms",
+            "extend_ms": "draft extend ms",
+        },
+        notes=["A draft head with real acceptance, as a fixture: on two cores it is no speed-up."],
+    )
+    try:
+        models.real_draft()
+    except models.Unsupported as error:
+        section.notes.append(f"Not measured: {error}.")
+        return section
+    tick("eagle: loading three engines")
+    most = max(args.eagle_batch_size)
+    with contextlib.ExitStack() as stack:
+        sessions = {}
+        for mode in ("none", "chain", "tree"):
+            setup = Setup("real", speculative=mode, max_running_requests=most)
+            name = "plain" if mode == "none" else mode
+            sessions[name] = stack.enter_context(Session(setup, scratch))
+        for size in args.eagle_batch_size:
+            case = Case("eagle", Setup("real"), batch_size=size, output_len=args.new_tokens)
+            found = _alternate(args, sessions, case, tick)
+            plain = [r["tokens_per_s"] for r in found["plain"]]
+            for mode, rounds in found.items():
+                section.rows.append(_eagle_row(size, mode, rounds, plain))
+    return section
+
+
+def _eagle_row(size: int, mode: str, rounds: list[Row], plain: list[float]) -> Row:
+    row: Row = {"batch_size": size, "mode": mode}
+    for name in ("tokens_per_s", "accepted_length", "forward_ms"):
+        row[name] = round(statistics.median(r[name] for r in rounds), 3)
+    row["ratio"] = round(median_ratio([r["tokens_per_s"] for r in rounds], plain), 3)
+    for name in ("draft_ms", "verify_ms", "extend_ms"):
+        if all(name in r for r in rounds):
+            row[name] = round(statistics.median(r[name] for r in rounds), 3)
+    return row
+
+
+RUNNERS: Final[dict[str, Callable[[argparse.Namespace, Path, Tick], Section]]] = {
+    "hf": run_hf,
+    "overlap": run_overlap,
+    "host": run_host,
+    "eagle": run_eagle,
+}
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+def show(section: Section, console: Any) -> None:
+    """Print a section's table."""
+    from rich.table import Table
+
+    table = Table(title=section.title, title_justify="left")
+    for title in section.columns.values():
+        table.add_column(title, justify="right", overflow="fold")
+    for row in section.rows:
+        table.add_row(*(_shown(row.get(key)) for key in section.columns))
+    if section.rows:
+        console.print(table)
+    else:
+        console.print(section.title, style="italic")
+    for note in section.notes:
+        console.print(note, style="dim", highlight=False, markup=False)
+    console.print()
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "[green]yes[/]" if value else "[red]NO[/]"
+    return significant(value) if isinstance(value, float) else str(value)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="speed.py", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--section", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="default: all"
+    )
+    parser.add_argument("--batch-size", nargs="+", type=int, default=list(HF_TARGETS))
+    parser.add_argument("--eagle-batch-size", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5, help="pairs that count")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", metavar="FILE", help="write JSON too; - prints it, and no tables")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a target is not met")
+    args = parser.parse_args(argv)
+    for name in ("batch_size", "eagle_batch_size", "new_tokens", "rounds", "threads"):
+        values = getattr(args, name)
+        for value in values if isinstance(values, list) else [values]:
+            if value < (2 if name == "new_tokens" else 1):
+                parser.error(f"--{name.replace('_', '-')} is too small: {value}")
+    return args
+
+
+def measure(args: argparse.Namespace, on_section: Callable[[Section], None]) -> dict[str, Section]:
+    """Run the sections that were asked for."""
+    import torch
+    from rich.console import Console
+
+    torch.set_num_threads(args.threads)
+    progress = Console(stderr=True)
+    found: dict[str, Section] = {}
+    with tempfile.TemporaryDirectory(prefix="speed-") as scratch, progress.status("") as status:
+        for name in args.section:
+            tick: Tick = status.update if progress.is_terminal else _print_line
+            found[name] = RUNNERS[name](args, Path(scratch), tick)
+            on_section(found[name])
+    return found
+
+
+def _print_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; return the exit status."""
+    args = parse_args(argv)
+    # OpenMP reads it when torch is imported, which nothing above did.
+    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
+    from rich.console import Console
+
+    quiet = args.json == "-"
+    console = Console(stderr=quiet, width=None if sys.stdout.isatty() else 140)
+    try:
+        found = measure(args, lambda section: None if quiet else show(section, console))
+    except (FileNotFoundError, metrics.WorkNotDone, RuntimeError) as error:
+        print(f"speed: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("speed: interrupted", file=sys.stderr)
+        return 130
+    document = {name: {"rows": s.rows, "notes": s.notes} for name, s in found.items()}
+    if quiet:
+        print(json.dumps(document, indent=2))
+    elif args.json is not None:
+        Path(args.json).write_text(json.dumps(document, indent=2) + "\n")
+    missed = [r for s in found.values() for r in s.rows if r.get("met") is False]
+    if missed and not quiet:
+        console.print(f"{len(missed)} target(s) not met.", style="bold red")
+    return 1 if missed and args.strict else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,457 @@
+#!/usr/bin/env python3
+"""Measure the landmark commits with asv and print a table: the metrics, commit by commit.
+
+The landmarks are found in the history of HEAD by their trailer: the commit before the first fix, each
+fix, and HEAD. asv makes one environment (once, below ``.asv/env``), installs one commit after the other
+into it and measures each with the laboratory of the working tree. Results stay in ``.asv/results``, so
+that a second call measures only what is new. The asv site is written to ``.asv/html``.
+
+The work, on an idle two-core machine: some two minutes for the environment, two and a half a commit.
+
+Examples
+--------
+::
+
+    python scripts/bench.py                     # what `make bench` does
+    python scripts/bench.py --rerun             # measure all of them again
+    python scripts/bench.py --bench '^decode'   # only some benchmarks (asv's regular expressions)
+    python scripts/bench.py --commit main~3     # another commit besides
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from prove_fixes import FIXES, TRAILER, ProofError, git, trailers
+
+REPO_ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path.append(str(REPO_ROOT / "benchmark"))
+
+from lab.formats import significant  # noqa: E402
+from lab.workloads import CASES  # noqa: E402
+
+# By asv's benchmark class: its metrics, each with its track_ method, the row's name, what turns the
+# value into the one shown, its significant digits, and whether more is better.
+Shown = tuple[str, str, Callable[[float], float], int, bool]
+_SAME: Callable[[float], float] = float
+_SPEED: Final[tuple[Shown, ...]] = (
+    ("us_per_token", "tokens/s", lambda us: 1e6 / us, 4, True),
+    ("itl_p50_ms", "ITL p50, ms", _SAME, 3, False),
+    ("itl_p99_ms", "ITL p99, ms", _SAME, 3, False),
+)
+_OCCUPANCY: Final[Shown] = ("forward_idle", "forward occupancy", lambda x: 1 - x, 3, True)
+METRICS: Final[dict[str, tuple[Shown, ...]]] = {
+    "decode.Decode": (*_SPEED, _OCCUPANCY),
+    "mixed.Mixed": (*_SPEED, ("score_p50_ms", "scoring p50, ms", _SAME, 3, False)),
+    "speculative.Speculative": (
+        *_SPEED,
+        ("steps_per_token", "accepted length", lambda x: 1 / x, 3, True),
+    ),
+}
+
+
+class BenchError(RuntimeError):
+    """A failure with a message that a person can act on; `main` prints it without a traceback."""
+
+
+@dataclass
+class Landmark:
+    """A commit that is measured, and what it is called."""
+
+    sha: str
+    names: list[str] = field(default_factory=list)
+
+
+# --- Which commits ----------------------------------------------------------------------------
+
+
+def landmarks(repo: Path, extra: Sequence[str] = ()) -> list[Landmark]:
+    """The landmark commits, oldest first.
+
+    Parameters
+    ----------
+    repo : Path
+    extra : sequence of str
+        Names of further commits.
+
+    Raises
+    ------
+    BenchError
+        If there is no commit, no such commit, or a trailer that several commits carry.
+    """
+    commits = trailers(repo)
+    named: list[tuple[str, str]] = []
+    for i, fix in enumerate(FIXES):
+        found = commits.get(f"sgl-project/sglang#{fix.pr}", [])
+        if len(found) > 1:
+            raise BenchError(f"{len(found)} commits carry '{TRAILER}: ...#{fix.pr}', one may")
+        if found:
+            if i == 0:
+                named.append((_resolve(repo, f"{found[0]}^"), "last base commit"))
+            named.append((found[0], f"fix #{fix.pr}: {fix.title}"))
+    named += [(_resolve(repo, name), name) for name in extra]
+    named.append((_resolve(repo, "HEAD"), "HEAD"))
+    by_sha: dict[str, Landmark] = {}
+    for sha, name in named:
+        by_sha.setdefault(sha, Landmark(sha)).names.append(name)
+    order = git(repo, "rev-list", "--topo-order", "--reverse", *by_sha).split()
+    return sorted(by_sha.values(), key=lambda landmark: order.index(landmark.sha))
+
+
+def _resolve(repo: Path, name: str) -> str:
+    try:
+        return git(repo, "rev-parse", "--verify", f"{name}^{{commit}}").strip()
+    except ProofError as error:
+        raise BenchError(f"there is no commit {name!r} here to measure") from error
+
+
+# --- asv --------------------------------------------------------------------------------------
+
+
+class Progress:
+    """Shows how far the measurement is: a bar on a terminal, a line now and then elsewhere.
+
+    Parameters
+    ----------
+    console : rich.console.Console
+    cases : int
+        Cases that a commit has.
+    """
+
+    def __init__(self, console: Any, cases: int) -> None:
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        self._console = console
+        self._started = time.monotonic()
+        self._cases = cases
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("asv", total=cases, what="")
+        self._stage = "asv"
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()
+
+    def stage(self, text: str) -> None:
+        """A new stage: an environment, a build, a commit."""
+        self._stage = text
+        self._bar.update(self._task, description=text, completed=0, what="")
+        self._line(text)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """An event of the laboratory (see `lab.worker`)."""
+        if event["event"] == "result":
+            self._bar.advance(self._task, 1)
+            self._line(f"  {event['case']}: {event['outcome']}")
+        else:
+            what = f"{event['case']}: {event['what']} {event['done'] + 1}/{event['total']}"
+            self._bar.update(self._task, what=what)
+
+    def _line(self, text: str) -> None:
+        if not self._console.is_terminal:
+            seconds = time.monotonic() - self._started
+            self._console.print(f"[{seconds:6.0f} s] {text}", markup=False, highlight=False)
+
+
+def make_machine_known() -> str:
+    """Tell asv of this machine with what it finds out by itself; return the machine's name."""
+    from asv.machine import Machine, MachineCollection
+
+    name = Machine.get_unique_machine_name()
+    known = False
+    with contextlib.suppress(Exception):  # asv's way to say that it has no entry
+        known = bool(MachineCollection.load(name))
+    if not known:
+        MachineCollection.save(name, Machine.get_defaults())
+    return name
+
+
+def run_asv(repo: Path, shas: Sequence[str], options: Sequence[str], progress: Progress) -> int:
+    """Run ``asv run`` over the commits and return its exit status.
+
+    Its whole output goes to ``.asv/bench.log``.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        hashes, events = Path(scratch) / "hashes", Path(scratch) / "events"
+        hashes.write_text("".join(f"{sha}\n" for sha in shas))
+        events.touch()
+        command = [sys.executable, "-m", "asv", "run", f"HASHFILE:{hashes}", "--show-stderr"]
+        log_path = repo / ".asv" / "bench.log"
+        log_path.parent.mkdir(exist_ok=True)
+        # A session of its own, so that whatever it started ends with it.
+        asv = subprocess.Popen(
+            [*command, *options],
+            cwd=repo,
+            env=os.environ | {"LAB_EVENTS": str(events)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        ended = threading.Event()
+        tail = threading.Thread(target=_follow_events, args=(events, progress, ended), daemon=True)
+        tail.start()
+        try:
+            with log_path.open("w") as log:
+                _follow_log(asv, log, shas, progress)
+            return asv.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(asv.pid, signal.SIGKILL)
+            asv.wait()
+            ended.set()
+            tail.join()
+
+
+def _follow_log(asv: subprocess.Popen, log: Any, shas: Sequence[str], progress: Progress) -> None:
+    assert asv.stdout is not None
+    for line in asv.stdout:
+        log.write(line)
+        log.flush()
+        text = line.strip(" ·\n")
+        if match := re.search(r"commit ([0-9a-f]{8})", text):
+            numbers = [i for i, sha in enumerate(shas, 1) if sha.startswith(match[1])]
+            progress.stage(f"commit {match[1]} ({(numbers or [0])[0]} of {len(shas)})")
+        elif re.match(r"(Creating|Installing|Building|Discovering)", text):
+            progress.stage(text.split(" for virtualenv")[0].split(" into virtualenv")[0])
+
+
+def _follow_events(path: Path, progress: Progress, ended: threading.Event) -> None:
+    with path.open() as events:
+        rest = ""
+        while True:
+            last = ended.is_set()
+            *lines, rest = (rest + events.read()).split("\n")
+            for line in lines:
+                progress.event(json.loads(line))
+            if last:
+                return
+            ended.wait(0.2)
+
+
+def publish(repo: Path) -> Path:
+    """Write the asv site; return its first page."""
+    done = subprocess.run(
+        [sys.executable, "-m", "asv", "publish"], cwd=repo, capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise BenchError(f"asv publish failed:\n{(done.stdout + done.stderr)[-2000:]}")
+    return repo / ".asv" / "html" / "index.html"
+
+
+# --- Results ----------------------------------------------------------------------------------
+
+# By (benchmark, case): a number, NaN where it was skipped or stalls, None where it failed.
+Values = dict[tuple[str, str], float | None]
+
+
+def load_results(repo: Path, machine: str, sha: str) -> Values:
+    """What asv has of a commit."""
+    from asv.config import Config
+    from asv.results import iter_results_for_machine_and_hash
+    from asv.util import UserError
+
+    try:
+        conf = Config.load(str(repo / "asv.conf.json"))
+    except UserError as error:
+        raise BenchError(str(error)) from error
+    values: Values = {}
+    results_dir = str(repo / conf.results_dir)
+    for results in iter_results_for_machine_and_hash(results_dir, machine, sha):
+        for key in results.get_all_result_keys():
+            (names,) = results.get_result_params(key)
+            found = results.get_result_value(key, [names])
+            values |= {(key, name.strip("'")): v for name, v in zip(names, found, strict=True)}
+    return values
+
+
+def cell(values: Values, group: str, metric: Shown, case: str) -> tuple[str, float | None]:
+    """What the table says of one metric of a case on one commit, and its value as tracked."""
+    track, _, show, digits, _ = metric
+    if values.get((f"{group}.track_stalled", case)) == 1:
+        return "[bold red]stalls[/]", None
+    key = (f"{group}.track_{track}", case)
+    if key not in values:
+        return "[dim]not measured[/]", None
+    value = values[key]
+    if value is None:
+        return "[red]failed[/]", None
+    if math.isnan(value):
+        return "[dim]n/a[/]", None
+    return significant(show(value), digits), value
+
+
+def rows(found: Sequence[Values]) -> Iterator[tuple[str, str, str, list[str], bool]]:
+    """Rows of the table: question, case, metric, a cell a commit, whether the case ends here."""
+    for group, shown in METRICS.items():
+        keys = dict.fromkeys(key for values in found for key in values)
+        cases = dict.fromkeys(case for key, case in keys if key.startswith(f"{group}."))
+        for case in cases:
+            for metric in shown:
+                cells = _cells(found, group, metric, case)
+                arrow = "↑" if metric[4] else "↓"
+                yield group.split(".")[0], case, f"{metric[1]} {arrow}", cells, metric is shown[-1]
+
+
+def _cells(found: Sequence[Values], group: str, metric: Shown, case: str) -> list[str]:
+    """Cells of a row, each with its change against the first commit that has a number.
+
+    The change is that of the ratio to the anchor where there is one: it is steadier.
+    """
+    cells, first = [], None
+    ratio: Shown = (f"{metric[0]}_ratio", *metric[1:])
+    for values in found:
+        text, _ = cell(values, group, metric, case)
+        steady = cell(values, group, ratio, case)[1]
+        if steady is not None:
+            change = first / steady if first else None
+            if metric[4] is False:
+                change = None if change is None else 1 / change
+            text += "" if change is None else f" [dim]{change:.2f}×[/]"
+            first = first or steady
+        cells.append(text)
+    return cells
+
+
+def show(marks: Sequence[Landmark], found: Sequence[Values], console: Any) -> None:
+    """Print the table."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="Decode path, commit by commit", title_justify="left")
+    for name in ("question", "case", "metric"):
+        table.add_column(name)
+    for mark in marks:
+        title = "\n".join(escape(name) for name in mark.names)
+        table.add_column(f"{title}\n[dim]{mark.sha[:8]}[/]", justify="right", overflow="fold")
+    before: tuple[str, str] = ("", "")
+    for question, case, metric, cells, last in rows(found):
+        table.add_row(
+            question if question != before[0] else "",
+            case if (question, case) != before else "",
+            metric,
+            *cells,
+            end_section=last,
+        )
+        before = (question, case)
+    console.print(table)
+    console.print(
+        "[dim]↑ more is better, ↓ less. The factor is the change against the first commit that has a "
+        "number, relative to an anchor that ran beside it.\n"
+        "'stalls': generation requests under scoring requests never end, or the engine dies.[/]"
+    )
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="bench.py", description=summary)
+    parser.add_argument("--rerun", action="store_true", help="measure also what has results")
+    parser.add_argument(
+        "--bench", action="append", default=[], metavar="REGEX", help="only these benchmarks"
+    )
+    parser.add_argument(
+        "--commit", action="append", default=[], metavar="NAME", help="a commit to measure besides"
+    )
+    parser.add_argument("--table", action="store_true", help="measure nothing, print what there is")
+    parser.add_argument("--json", action="store_true", help="print JSON; the rest goes to stderr")
+    parser.add_argument(
+        "--repo", type=Path, default=REPO_ROOT, help="another checkout than this script's own"
+    )
+    return parser.parse_args(argv)
+
+
+def bench(args: argparse.Namespace, console: Any) -> tuple[list[Landmark], list[Values], int]:
+    """Measure; return the commits, their results and asv's exit status."""
+    repo: Path = args.repo.resolve()
+    marks = landmarks(repo, args.commit)
+    if not args.table and git(repo, "status", "--porcelain", "--", "python").strip():
+        console.print("python/ has changes that are not committed: they are not measured.")
+    machine = make_machine_known()
+    status = 0
+    if not args.table:
+        options = [] if args.rerun else ["--skip-existing-successful"]
+        options += [part for regex in args.bench for part in ("--bench", regex)]
+        with Progress(console, len(CASES)) as progress:
+            status = run_asv(repo, [mark.sha for mark in marks], options, progress)
+    return marks, [load_results(repo, machine, mark.sha) for mark in marks], status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; return the exit status."""
+    from rich.console import Console
+
+    args = parse_args(argv)
+    started = time.monotonic()
+    # A log has no width of its own, and the table needs some.
+    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 150)
+    with contextlib.suppress(ValueError):  # not on the main thread
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        marks, found, status = bench(args, console)
+        if not any(found):
+            raise BenchError("asv has no results; its output is in .asv/bench.log")
+        page = publish(args.repo.resolve())
+    except (BenchError, ProofError) as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench: interrupted; results of finished commits are kept", file=sys.stderr)
+        return 130
+    show(marks, found, console)
+    seconds = time.monotonic() - started
+    console.print(f"asv site: {page} (asv preview shows it); {seconds:.0f} s in all")
+    if args.json:
+        print(json.dumps(_as_json(marks, found), indent=2))
+    if status != 0:
+        print(f"bench: error: asv run ended with {status}, see .asv/bench.log", file=sys.stderr)
+    return status
+
+
+def _as_json(marks: Sequence[Landmark], found: Sequence[Values]) -> list[dict[str, Any]]:
+    return [
+        {
+            "commit": mark.sha,
+            "names": mark.names,
+            "results": [
+                {"benchmark": key, "case": case, "value": v if v is None or v == v else "NaN"}
+                for (key, case), v in values.items()
+            ],
+        }
+        for mark, values in zip(marks, found, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""``benchmark/speed.py``: its arithmetic, its host section, its command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lab import hostwork
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def speed() -> ModuleType:
+    import sys
+
+    spec = importlib.util.spec_from_file_location("speed", REPO_ROOT / "benchmark" / "speed.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["speed"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ratios_are_those_of_pairs(speed: ModuleType) -> None:
+    ours, theirs = [2.0, 30.0, 4.0], [1.0, 10.0, 4.0]
+    assert speed.median_ratio(ours, theirs) == 2.0
+    assert speed.spread(ours, theirs) == "1.00 to 3.00"
+
+
+def test_common_prefix(speed: ModuleType) -> None:
+    assert speed.common_prefix([1, 2, 3], [1, 2, 3]) == 3
+    assert speed.common_prefix([1, 2, 4], [1, 2, 3]) == 2
+    assert speed.common_prefix([9], [1]) == 0
+
+
+def test_overlap_row(speed: ModuleType) -> None:
+    def rounds(*speeds: float) -> list[dict[str, float]]:
+        return [{"tokens_per_s": s, "forward_idle": 0.1, "host_us_per_step": 200.0} for s in speeds]
+
+    row = speed._overlap_row(8, rounds(100, 104, 98), rounds(100, 100, 100))
+    assert row["ratio"] == 1.0 and row["met"] is True
+    assert row["idle"] == "0.100 / 0.100"
+    assert speed._overlap_row(8, rounds(90, 91, 92), rounds(100, 100, 100))["met"] is False
+
+
+def test_host_work_of_a_step() -> None:
+    batch = hostwork.own_batch(3)
+    seconds = hostwork.measure(batch, steps=5, warmup=1)
+    assert 0 < seconds < 1
+    assert batch.seq_lens.tolist() == [hostwork.PROMPT_LEN + 6] * 3
+    assert [len(req.output_ids) for req in batch.reqs] == [6, 6, 6]
+    assert batch.token_to_kv_pool_allocator.available_size() == 3 * (
+        hostwork.ROW_LEN - hostwork.PROMPT_LEN - 6
+    )
+
+
+def test_host_work_that_does_not_happen_is_an_error() -> None:
+    batch = hostwork.own_batch(2)
+    batch.prepare_for_decode = lambda: None
+    with pytest.raises(RuntimeError, match="did not decode"):
+        hostwork.measure(batch, steps=2, warmup=1)
+
+
+def test_the_host_section_without_upstream(
+    speed: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(speed, "UPSTREAM", REPO_ROOT / "no" / "such" / "folder")
+    monkeypatch.setattr(speed, "HOST_BATCH_SIZES", (1, 8))
+    args = speed.parse_args(["--section", "host", "--rounds", "1"])
+    ticks: list[str] = []
+    section = speed.run_host(args, tmp_path, ticks.append)
+    assert [row["batch_size"] for row in section.rows] == [1, 8]
+    for row in section.rows:
+        assert row["ours"] > 0
+        assert (row["theirs"], row["source"]) == (31.0, "a reference")
+        assert row["ratio"] == pytest.approx(row["ours"] / 31, rel=0.01)
+        assert row["met"] == (row["ratio"] <= 1)
+    assert any("was not measured" in note for note in section.notes)
+    assert ticks
+
+
+def test_an_interpreter_that_cannot_import_upstream_is_named(
+    speed: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    release = tmp_path / "release"
+    (release / "sglang").mkdir(parents=True)
+    (release / "sglang" / "__init__.py").write_text("raise ImportError('no module named zmq')")
+    monkeypatch.setattr(speed, "UPSTREAM", release)
+    monkeypatch.setattr(speed, "REPO_ROOT", REPO_ROOT)
+    section = speed.Section("", {})
+    with speed.upstream_worker(1, section) as worker:
+        assert worker is None
+    assert "zmq" in section.notes[0]
+
+
+def test_missing_drafts_are_a_note(
+    speed: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LAB_DRAFT", str(tmp_path))
+    section = speed.run_eagle(speed.parse_args([]), tmp_path, print)
+    assert section.rows == []
+    assert "no EAGLE head" in section.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds is too small: 0"),
+        (["--new-tokens", "1"], "--new-tokens is too small"),
+        (["--batch-size", "4", "0"], "--batch-size is too small: 0"),
+        (["--section", "gpu"], "invalid choice"),
+    ],
+)
+def test_bad_arguments_are_named(
+    speed: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        speed.parse_args(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_json_and_the_exit_status(
+    speed: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = speed.Section(
+        "host", {"a": "A", "met": "met"}, [{"a": 1.5, "met": False}], ["a note"]
+    )
+    monkeypatch.setattr(speed, "RUNNERS", {"host": lambda *_: section})
+    assert speed.main(["--section", "host", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "host": {"rows": [{"a": 1.5, "met": False}], "notes": ["a note"]}
+    }
+    assert speed.main(["--section", "host", "--strict"]) == 1
+    assert "1 target(s) not met" in capsys.readouterr().out

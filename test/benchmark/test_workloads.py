@@ -1,0 +1,291 @@
+"""The laboratory's workloads do their work, and say so when the engine does not."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lab import history, models, run, worker
+from lab.anchor import Anchor
+from lab.metrics import WorkNotDone
+from lab.workloads import CASES, QUESTIONS, Case, Gate, Probe, Session, Setup
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+
+# What a worker's interpreter runs first: the defect of #21840 put into, or taken out of, whatever
+# package is installed.
+PATCH = """
+import sglang.srt.managers.schedule_batch as module
+
+merge_batch = module.ScheduleBatch.merge_batch
+
+def merge(self, other):
+    before = self.is_prefill_only, other.is_prefill_only
+    merge_batch(self, other)
+    self.is_prefill_only = {flag}
+
+module.ScheduleBatch.merge_batch = merge
+"""
+BROKEN = PATCH.format(flag="before[0]")
+WHOLE = PATCH.format(flag="all(before)")
+
+
+def patched(folder: Path, text: str, environment: str = "") -> str:
+    """A folder that goes to the front of a worker's path."""
+    (folder / "sitecustomize.py").write_text(f"import os\n{environment}\n{text}")
+    return str(folder)
+
+
+@pytest.fixture
+def children() -> Any:
+    """Fails the test if it leaves processes behind."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not left
+
+
+# --- Sessions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("shape", ["none", "chain", "tree"])
+def test_a_round_of_decoding(shape: str, overlap: bool, tmp_path: Path) -> None:
+    setup = Setup("tiny", overlap=overlap, speculative=shape, max_running_requests=4)
+    case = Case("test", setup, batch_size=3, output_len=6, penalties=True)
+    with Session(setup, tmp_path) as session:
+        for _ in range(2):
+            found = session.run_round(case)
+            assert all(math.isfinite(value) for value in found.values())
+            assert 0 < found["forward_occupancy"] <= 1
+            assert found["tokens_per_s"] > 0
+            assert (shape == "none") == (found["accepted_length"] == 1 and "draft_ms" not in found)
+
+
+def test_a_round_holds_only_its_own_steps(tmp_path: Path) -> None:
+    setup = Setup("tiny")
+    with Session(setup, tmp_path) as session:
+        params = {"max_new_tokens": 5, "ignore_eos": True}
+        rounds = [session.generate([[3, 4, 5]] * 2, params) for _ in range(3)]
+    for round_ in rounds:
+        assert sum(s.record.num_tokens for s in round_.steps) == 10
+        assert all(round_.started <= s.delivered for s in round_.steps)
+        assert round_.started < round_.ended
+
+
+def test_lost_slots_are_no_work_done(tmp_path: Path) -> None:
+    setup = Setup("tiny")
+    case = Case("test", setup, batch_size=1, output_len=3)
+    with Session(setup, tmp_path) as session:
+        allocator = session.engine.scheduler.token_to_kv_pool_allocator
+        session.engine.scheduler.check_idle = session.engine.scheduler.check_busy = False
+        free = allocator.available_size
+        allocator.available_size = lambda: free() - 1
+        with pytest.raises(WorkNotDone, match="KV slots"):
+            session.run_round(case)
+
+
+def test_a_probe_waits_for_the_last_forward() -> None:
+    probe = Probe()
+    assert probe.take(lambda: 0) == []
+    with pytest.raises(WorkNotDone, match="forward 1 was started and never reported"):
+        probe.take(lambda: 1, timeout=0.05)
+
+
+def test_a_gate_holds_one_prefill_and_only_when_armed() -> None:
+    import threading
+
+    gate = Gate()
+    gate.pass_through()  # not armed
+    gate.arm()
+    passed = threading.Event()
+
+    def prefill() -> None:
+        gate.pass_through()
+        passed.set()
+
+    thread = threading.Thread(target=prefill, daemon=True)
+    thread.start()
+    assert gate.wait_until_reached(10)
+    assert not passed.wait(0.05)
+    gate.pass_through()  # a second one is not held up
+    gate.open()
+    assert passed.wait(10)
+    thread.join()
+
+
+def test_anchors_take_time_and_are_named() -> None:
+    assert Anchor("host")() > 0
+    with pytest.raises(ValueError, match="kind must be one of"):
+        Anchor("disk")
+
+
+def test_the_real_models_prompts_are_all_different(model_or_skip: str) -> None:
+    prompts = models.chat_prompts(model_or_skip, 20)
+    assert len({tuple(p) for p in prompts}) == 20
+    assert all(8 < len(p) < 64 for p in prompts)
+
+
+@pytest.fixture
+def model_or_skip() -> str:
+    try:
+        return models.real_model()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def test_a_missing_model_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LAB_MODEL", str(tmp_path))
+    monkeypatch.setenv("LAB_DRAFT", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="make model"):
+        models.real_model()
+    with pytest.raises(models.Unsupported, match="no EAGLE head"):
+        models.real_draft()
+
+
+# --- Workers ----------------------------------------------------------------------------------
+
+
+def test_a_worker_measures(children: None) -> None:
+    events: list[run.Event] = []
+    found = run.run_cases(["decode/tiny-b8"], rounds=1, on_event=events.append)
+    result = found["decode/tiny-b8"]
+    assert result["outcome"] == "done", result
+    assert Path(result["engine"]).name == "sglang"
+    assert {"us_per_token", "us_per_token_ratio", "anchor_ms"} <= result["metrics"].keys()
+    assert len(result["rounds"]) == 1 and len(result["anchors"]) == 2
+    assert [e["what"] for e in events if e["event"] == "progress"][-1] == "measuring"
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.timeout(300)
+def test_mixed_work_is_done_where_the_flag_is_merged(children: None, tmp_path: Path) -> None:
+    found = run.run_cases(["mixed/tiny-b8"], rounds=1, package=patched(tmp_path, WHOLE))
+    result = found["mixed/tiny-b8"]
+    assert result["outcome"] == "done", result
+    wanted = {"us_per_token", "itl_p50_ms", "itl_p99_ms", "ttft_p50_ms", "score_p50_ms"}
+    assert wanted | {f"{name}_ratio" for name in wanted} <= result["metrics"].keys()
+
+
+def test_mixed_work_kills_an_engine_that_loses_the_flag(children: None, tmp_path: Path) -> None:
+    found = run.run_cases(["mixed/tiny-b8"], rounds=1, package=patched(tmp_path, BROKEN))
+    result = found["mixed/tiny-b8"]
+    assert result["outcome"] == "stalls", result
+    assert "leak" in result["detail"]
+
+
+def test_mixed_work_stalls_where_no_check_ends_it(children: None, tmp_path: Path) -> None:
+    unchecked = 'os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "0"'
+    package = patched(tmp_path, BROKEN, unchecked)
+    found = run.run_cases(["mixed/tiny-b8"], rounds=1, stall_s=5, package=package)
+    result = found["mixed/tiny-b8"]
+    assert result["outcome"] == "stalls", result
+    assert "no token for 5 s" in result["detail"]
+
+
+def test_a_worker_that_dies_is_a_failure_and_the_next_case_gets_another(
+    children: None, tmp_path: Path
+) -> None:
+    package = patched(tmp_path, "import sys; sys.exit('nothing works today')")
+    found = run.run_cases(["decode/tiny-b8", "decode/tiny-b64"], rounds=1, package=package)
+    assert [r["outcome"] for r in found.values()] == ["failed", "failed"]
+
+
+def test_a_case_that_fails_leaves_the_others_alone(children: None, tmp_path: Path) -> None:
+    package = patched(
+        tmp_path,
+        "import sglang.srt.model_executor.model_runner as module\n"
+        "sample = module.ModelRunner.sample\n"
+        "def failing(self, output, batch):\n"
+        "    if batch.batch_size == 64: raise RuntimeError('no sample')\n"
+        "    return sample(self, output, batch)\n"
+        "module.ModelRunner.sample = failing\n",
+    )
+    names = ["decode/tiny-b64", "decode/tiny-b8"]
+    found = run.run_cases(names, rounds=1, package=package)
+    assert found["decode/tiny-b64"]["outcome"] == "failed"
+    assert "no sample" in found["decode/tiny-b64"]["detail"]
+    assert found["decode/tiny-b8"]["outcome"] == "done"
+
+
+def test_an_engine_without_the_seams_is_unsupported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import sglang
+
+    class Old:
+        def __init__(self, model_path: str) -> None:
+            pass
+
+    monkeypatch.setattr(sglang, "Engine", Old)
+    sink = io.StringIO()
+    worker.measure_all(["decode/tiny-b8"], 1, worker.Events(sink))
+    last = json.loads(sink.getvalue().splitlines()[-1])
+    assert last["outcome"] == "unsupported"
+    with pytest.raises(NotImplementedError, match="observer"):
+        history.require({"tiny-b8": last}, "tiny-b8")
+
+
+def test_unknown_cases_are_named() -> None:
+    with pytest.raises(ValueError, match="no case 'decode/huge'"):
+        run.run_cases(["decode/huge"])
+    with pytest.raises(ValueError, match="several setups"):
+        names = ["decode/tiny-b8", "mixed/tiny-b8"]
+        worker.measure_all(names, 1, worker.Events(io.StringIO()))
+
+
+def test_cases_of_one_setup_share_an_engine() -> None:
+    groups = run.by_setup(CASES)
+    assert sorted(name for group in groups for name in group) == sorted(CASES)
+    for group in groups:
+        assert len({CASES[name].setup for name in group}) == 1
+    assert len(groups) == len({case.setup for case in CASES.values()})
+
+
+# --- Along history ----------------------------------------------------------------------------
+
+
+def test_what_asv_gets_of_each_outcome() -> None:
+    results = {
+        "good": {"outcome": "done", "metrics": {"us_per_token": 123.456789}},
+        "stuck": {"outcome": "stalls", "detail": "no token"},
+        "bad": {"outcome": "failed", "detail": "it broke"},
+    }
+    assert history.value(results, "good", "us_per_token") == 123.46
+    assert math.isnan(history.value(results, "stuck", "us_per_token"))
+    assert (history.stalled(results, "good"), history.stalled(results, "stuck")) == (0.0, 1.0)
+    for read in (
+        lambda: history.value(results, "bad", "x"),
+        lambda: history.stalled(results, "bad"),
+    ):
+        with pytest.raises(RuntimeError, match="it broke"):
+            read()
+    for case in results:
+        history.require(results, case)  # all of them have the API
+
+
+def test_events_reach_whoever_shows_progress(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "events"
+    monkeypatch.setenv(history.EVENTS_VARIABLE, str(path))
+    monkeypatch.setenv(history.ROUNDS_VARIABLE, "2")
+    seen: dict[str, Any] = {}
+
+    def fake(names: list[str], **options: Any) -> dict[str, Any]:
+        seen.update(names=names, rounds=options["rounds"])
+        options["on_event"]({"event": "result", "case": names[0], "outcome": "done", "rounds": [1]})
+        return {name: {"outcome": "done"} for name in names}
+
+    monkeypatch.setattr(history, "run_cases", fake)
+    found = history.measure("mixed")
+    assert seen == {"names": [f"mixed/{c.name}" for c in QUESTIONS["mixed"]], "rounds": 2}
+    assert list(found) == history.cases("mixed")
+    event = json.loads(path.read_text())
+    assert event["case"] == "mixed/real-b4" and "rounds" not in event
