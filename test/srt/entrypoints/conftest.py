@@ -387,11 +387,11 @@ def save_byte_tokenizer(directory: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<pad>", "<s>", "</s>", "<x>", *alphabet, "th", "the", "Ġthe", "in", "ing"]
+    words = ["<pad>", "<s>", "</s>", "<x>", *alphabet, "th", "the", "Ġthe", "in", "ing", "oo"]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={word: i for i, word in enumerate(words)},
-            merges=[("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("in", "g")],
+            merges=[("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("in", "g"), ("o", "o")],
         )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

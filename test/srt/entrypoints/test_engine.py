@@ -331,6 +331,15 @@ def test_stop_texts_end_the_text(
         assert expected.startswith(item["text"])
 
 
+def test_a_stop_text_may_be_in_a_token_twice(text_engine: Engine) -> None:
+    (oo,) = text_engine.tokenizer.encode("oo")
+    params = {"stop": "o", "logit_bias": {str(oo): 100.0}, "max_new_tokens": 5}
+    result = text_engine.generate("the", params)
+    assert (result["output_ids"], result["text"]) == ([oo], "")
+    result = text_engine.generate("the", {**params, "no_stop_trim": True})
+    assert result["text"] == "oo"
+
+
 def test_a_stream_of_text_only_grows(text_engine: Engine) -> None:
     """The dummy model writes bytes that are mostly broken characters."""
     params = {"max_new_tokens": 60, "temperature": 1.5, "ignore_eos": True}

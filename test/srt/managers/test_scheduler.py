@@ -475,6 +475,23 @@ def test_input_logprobs_from_a_start_behind_the_first_chunk(
     assert s.last(whole).logprobs.input_token[0] == (None, 4)
 
 
+@LOOPS
+def test_a_prefill_does_not_take_along_whom_it_leaves_no_page(
+    overlap: bool, stepper: MakeStepper, alone: Callable
+) -> None:
+    s = stepper(overlap, max_total_tokens=20, page_size=4, enable_mixed_chunk=True)
+    rids = [s.send(4, max_new_tokens=3) for _ in range(3)]
+    s.scheduler.new_token_ratio = 0.0
+    s.step()
+    # The three are at the end of a page each, and the new prompt takes one of the two free pages.
+    rids.append(s.send(4, max_new_tokens=3))
+    s.step()
+    assert s.modes == ["EXTEND", "EXTEND"]
+    s.finish()
+    for rid in rids:
+        assert s.last(rid).output_ids == alone(4, max_new_tokens=3)
+
+
 def test_the_last_request_is_given_up_if_the_pool_is_too_small(stepper: MakeStepper) -> None:
     s = stepper(overlap=False, max_total_tokens=16)
     s.scheduler.self_check_during_busy = lambda: None

@@ -148,10 +148,18 @@ class _CudaHandle(ForwardHandle):
 
 
 class CudaForwardStream(ForwardStream):
-    """A CUDA stream beside the schedule stream, which is the stream current in the caller."""
+    """A CUDA stream beside the schedule stream, which is the stream current in the caller.
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+    Parameters
+    ----------
+    overlap : bool
+        Without it forwards run on the schedule stream itself. Their results are copied to the host
+        asynchronously all the same, so that they are there only when `ForwardHandle.wait` returns.
+    """
+
+    def __init__(self, overlap: bool) -> None:
+        self._own_stream = torch.cuda.Stream() if overlap else None
+        self._last: _CudaHandle | None = None
         self._origin = self.mark()
 
     def mark(self) -> Any:
@@ -163,20 +171,23 @@ class CudaForwardStream(ForwardStream):
         return self._origin.elapsed_time(mark) / 1e3
 
     def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
-        handle = _CudaHandle()
+        handle = self._last = _CudaHandle()
         schedule_stream = torch.cuda.current_stream()
-        self._stream.wait_stream(schedule_stream)
-        with torch.cuda.stream(self._stream):
+        stream = self._own_stream or schedule_stream
+        stream.wait_stream(schedule_stream)
+        with torch.cuda.stream(stream):
             handle._run(fn)
             handle._event.record()
-        # Rows of the request pool are written by the schedule stream and read by this forward.
-        schedule_stream.wait_stream(self._stream)
+        # What the schedule stream does from now on, it does behind this forward: it may write rows of
+        # the request pool, and memory that it gave to this forward may be handed out again.
+        schedule_stream.wait_stream(stream)
         if handle._error is not None:
             raise handle._error
         return handle
 
     def drain(self) -> None:
-        self._stream.synchronize()
+        if self._last is not None:
+            self._last._event.synchronize()
 
     def close(self) -> None:
         self.drain()

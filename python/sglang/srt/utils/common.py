@@ -72,9 +72,9 @@ class CudaPlatform(Platform):
         return torch.cuda.is_available()
 
     def create_forward_stream(self, overlap: bool):
-        from sglang.srt.model_executor.forward_stream import CudaForwardStream, InlineForwardStream
+        from sglang.srt.model_executor.forward_stream import CudaForwardStream
 
-        return CudaForwardStream() if overlap else InlineForwardStream()
+        return CudaForwardStream(overlap)
 
     def leave_loading_thread(self) -> None:
         pass
