@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
@@ -135,7 +136,7 @@ def make_batch(
                 kv_committed_len=n,
             )
         )
-    return SimpleNamespace(
+    return ScheduleBatch(
         reqs=reqs,
         device=CPU,
         spec_alloc_len=alloc_len,
