@@ -27,7 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpecInput, SpeculativeAlgorithm
-from sglang.srt.utils.common import to_device_async
+from sglang.srt.utils.common import is_pin_memory_available, to_device_async
 from sglang.srt.utils.tokenizer import Tokenizer
 
 
@@ -535,14 +535,7 @@ class ScheduleBatch:
             return
 
         if self.sampling_info.penalizer_orchestrator.is_required:
-            last_tokens = [
-                req.output_ids[-1] if req.output_ids else req.origin_input_ids[-1]
-                for req in self.reqs
-            ]
-            latest_output_ids = torch.tensor(last_tokens, dtype=torch.int64).to(
-                self.device, non_blocking=True
-            )
-            self.sampling_info.penalizer_orchestrator.cumulate_output_tokens(latest_output_ids)
+            self.cumulate_penalty_output_tokens()
 
         self.input_ids = self.output_ids
         self.output_ids = None
@@ -552,6 +545,21 @@ class ScheduleBatch:
             req.kv_allocated_len += 1
         self.seq_lens = self.seq_lens + 1
         self.seq_lens_cpu = self.seq_lens_cpu + 1
+
+    def cumulate_penalty_output_tokens(self) -> None:
+        """Feed each request's last output token, before any output its last prompt token.
+
+        The copy is pinned and does not wait: the stream it goes to is behind the running forward.
+        """
+        last_tokens = [
+            req.output_ids[-1] if req.output_ids else req.origin_input_ids[-1] for req in self.reqs
+        ]
+        latest_output_ids = torch.tensor(
+            last_tokens,
+            dtype=torch.int64,
+            pin_memory=is_pin_memory_available(self.device),
+        ).to(self.device, non_blocking=True)
+        self.sampling_info.penalizer_orchestrator.cumulate_output_tokens(latest_output_ids)
 
     # ---- merge and filter
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from sglang.srt.mem_cache.common import alloc_for_spec_decode
 
 if TYPE_CHECKING:
@@ -28,16 +26,7 @@ class EagleDraftInputV2Mixin:
             Its requests' ``kv_allocated_len`` and ``kv_committed_len`` are brought up to date.
         """
         if batch.sampling_info.penalizer_orchestrator.is_required:
-            # Last output token of each request; before any output its last prompt token.
-            output_ids = torch.tensor(
-                [
-                    (req.output_ids[-1] if len(req.output_ids) else req.origin_input_ids[-1])
-                    for req in batch.reqs
-                ],
-                dtype=torch.int64,
-                device=batch.device,
-            )
-            batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(output_ids)
+            batch.cumulate_penalty_output_tokens()
 
         cur_kv_lens: list[int] = []
         nxt_kv_lens: list[int] = []
