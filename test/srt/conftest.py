@@ -46,6 +46,14 @@ def _two_threads() -> None:
     torch.set_num_threads(THREADS)
 
 
+@pytest.fixture(autouse=True)
+def _own_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a platform that a test registers serve that test alone."""
+    from sglang.srt.utils import common
+
+    monkeypatch.setattr(common, "_platforms", dict(common._platforms))
+
+
 @pytest.fixture(scope="session")
 def model_path() -> str:
     """Directory of SmolLM2-135M-Instruct.
