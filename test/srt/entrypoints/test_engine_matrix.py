@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from sglang.srt.server_args import ServerArgs
 
 VOCAB = 64
 CONTEXT = 256
+# Another one gives other requests: for i in 1 2 3; do SGLANG_TEST_SALT=$i make test ARGS=...; done
+SALT = os.environ.get("SGLANG_TEST_SALT", "")
 SPECULATION = {
     "none": {},
     "chain": {"speculative_num_steps": 3},
@@ -280,7 +283,7 @@ def assert_whole(scheduler: Scheduler) -> None:
 
 def write_script(setup: Setup, asks: type) -> tuple[list[Any], dict[int, list[Any]]]:
     """Random requests, some of them aborted, and when their messages come."""
-    rng = random.Random(str(setup))
+    rng = random.Random(f"{setup}{SALT}")
     wanted: list[Any] = []
     script: dict[int, list[Any]] = {}
 
@@ -289,20 +292,14 @@ def write_script(setup: Setup, asks: type) -> tuple[list[Any], dict[int, list[An
         script.setdefault(step, []).append(as_message(ask, stream=rng.random() < 0.3))
 
     for i in range(24):
-        ask, step = draw_ask(rng, asks, f"r{i}", setup.tiny), rng.randint(1, 30)
+        ask, step = draw_ask(rng, asks, f"r{i}", setup.tiny), rng.randint(2, 30)
         send(ask, step)
         if rng.random() < 0.25:
             ask.aborted = True
             script.setdefault(step + rng.randint(0, 12), []).append(AbortReq(ask.rid))
-    if setup.overlap and setup.spec == "none":
-        # Scoring joins what generates, in this order only: see PATCHES.md, #21840. In a small pool
-        # what generates may be retracted, so there is no such order.
-        if setup.tiny:
-            return wanted, script
-        params = {"max_new_tokens": 120, "temperature": 0, "ignore_eos": True}
-        send(asks([5, 6], params, "anchor"), 1)
-    for i in range(6):
-        send(draw_scoring(rng, asks, f"s{i}"), rng.randint(6, 40))
+    for i in range(8):
+        # Before, between and behind what generates: #21840 was about the first.
+        send(draw_scoring(rng, asks, f"s{i}"), rng.choice([1, rng.randint(1, 40)]))
     return wanted, script
 
 
@@ -336,7 +333,7 @@ def test_the_small_pools_were_too_small() -> None:
             for setup, count in _seen.items()
             if setup.spec == spec and setup.overlap == overlap and setup.tiny
         }
-        assert sum(retractions.values()) >= 3, retractions
+        assert sum(retractions.values()) >= 1, retractions
     assert not any(count for setup, count in _seen.items() if not setup.tiny)
 
 
@@ -406,7 +403,7 @@ LIVE = [
 def test_callers_do_not_notice_each_other(
     setup: Setup, paths: Any, asks: type, make_referee: Callable[..., Any], one_thread: Any
 ) -> None:
-    rng = random.Random(str(setup))
+    rng = random.Random(f"{setup}{SALT}")
     wanted = [draw_ask(rng, asks, f"r{i}", setup.tiny) for i in range(24)]
     with Engine(**setup.arguments(paths), thread_context=one_thread) as engine:
         crowd = Crowd(engine, rng)

@@ -333,6 +333,19 @@ def test_input_logprobs_are_of_the_tokens_behind(pools: type, req: Callable[...,
     assert seen == [([2, 1], [12], [0, 2]), ([0], [13, 14], [2]), ([0], [0], [2])]
 
 
+def test_a_draft_is_told_the_token_behind_a_chunk(pools: type, req: Callable[..., Req]) -> None:
+    """Where it is known: in the prompt, or in the output of a request that starts over."""
+    house = pools()
+    whole, chunk, again = req([30, 31], "w"), req([20, 21, 22, 23], "c"), req([10, 11], "a")
+    again.output_ids = [12, 13]
+    for r, length in ((whole, 2), (chunk, 3), (again, 3)):
+        r.init_next_round_input()
+        r.set_extend_input_len(length)
+    batch = house.batch([whole, chunk, again], spec_algorithm=SpeculativeAlgorithm.EAGLE)
+    batch.prepare_for_extend()
+    assert batch.get_forward_batch().spec_next_token_ids.tolist() == [-1, 23, 13]
+
+
 @pytest.mark.parametrize(
     ("wanted", "extend", "mode"),
     [
