@@ -3,7 +3,7 @@
 
 Everything is measured alternately in one call: float32, two threads, SmolLM2-135M, greedy. What is
 compared with a target is the median of the ratios of neighbouring runs, since both runs of a pair had
-the same machine.
+the same machine. Each side has a process of its own, which sleeps while another one runs.
 
 ========  =====================================================================================
 hf        decode tokens/s of the engine by those of Hugging Face's ``generate``: the same prompts,
@@ -34,30 +34,25 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 REPO_ROOT: Final = Path(__file__).resolve().parents[1]
-for entry in (REPO_ROOT / "benchmark", REPO_ROOT / "python"):
-    if str(entry) not in sys.path:
-        sys.path.append(str(entry))
+sys.path.append(str(REPO_ROOT / "benchmark"))
 
-from lab import metrics, models  # noqa: E402
+from lab import models  # noqa: E402
 from lab.formats import significant  # noqa: E402
-from lab.run import environment  # noqa: E402
-from lab.workloads import Case, Session, Setup, sampling_params  # noqa: E402
+from lab.remote import Remote, RemoteError  # noqa: E402
 
 HF_TARGETS: Final = {1: 1.5, 8: 1.3, 32: 1.1}
 OVERLAP_TARGET: Final = 1.0
 HOST_BATCH_SIZES: Final = (1, 8, 64, 256)
 # Microseconds a step of real SGLang 0.5.10, measured on a two-core machine of this kind.
 HOST_REFERENCE_US: Final = {1: 31.0, 8: 31.0, 64: 44.0, 256: 91.0}
+PACKAGE: Final = str(REPO_ROOT / "python")
 UPSTREAM: Final = REPO_ROOT / ".cache" / "upstream" / "0.5.10"
 SECTIONS: Final = ("hf", "overlap", "host", "eagle")
 
@@ -86,48 +81,41 @@ def spread(ours: Sequence[float], others: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
+# --- The processes ----------------------------------------------------------------------------
+
+
+def start_engine(args: argparse.Namespace, **setup: Any) -> Remote:
+    """A process with an engine of this project on the real model (see `lab.serve`)."""
+    setup = {"model": "real", "max_running_requests": max(args.batch_size)} | setup
+    options = ["session", "--setup", json.dumps(setup), "--threads", str(args.threads)]
+    return Remote("lab.serve", options, threads=args.threads, package=PACKAGE)
+
+
+def start_hf(args: argparse.Namespace) -> Remote:
+    """A process with the real model in transformers."""
+    options = ["hf", "--model", models.real_model(), "--threads", str(args.threads)]
+    return Remote("lab.serve", options, threads=args.threads)
+
+
+def alternate(
+    args: argparse.Namespace, sides: dict[str, Remote], question: Row, label: str, tick: Tick
+) -> dict[str, list[Row]]:
+    """Ask all sides the same, `args.rounds` times, after a turn that warms up.
+
+    Each turn begins with another side.
+    """
+    found: dict[str, list[Row]] = {name: [] for name in sides}
+    names = list(sides)
+    for i in range(args.rounds + 1):
+        tick(f"{label}, batch {question['batch_size']}: turn {i} of {args.rounds}")
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            answered = sides[name].ask(**question)
+            if i > 0:
+                found[name].append(answered)
+    return found
+
+
 # --- Hugging Face -----------------------------------------------------------------------------
-
-
-class HuggingFace:
-    """The model in transformers, with a stopwatch at each step."""
-
-    def __init__(self, path: str) -> None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        import torch
-        import transformers
-
-        self._torch = torch
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self._model.eval()
-        self._model.generation_config.eos_token_id = None  # nothing ends early
-
-    def generate(self, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:
-        """Greedy tokens, decode seconds (from the first to the last token) and seconds in all."""
-        torch = self._torch
-        stamps: list[float] = []
-
-        def stamp(input_ids: Any, scores: Any) -> Any:
-            stamps.append(time.perf_counter())
-            return scores
-
-        ids = torch.tensor(prompts)
-        started = time.perf_counter()
-        with torch.inference_mode():
-            output = self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new,
-                do_sample=False,
-                pad_token_id=0,
-                logits_processor=[stamp],
-            )
-        ended = time.perf_counter()
-        tokens = output[:, ids.shape[1] :].tolist()
-        if any(len(row) != new for row in tokens) or len(stamps) != new:
-            raise metrics.WorkNotDone(f"transformers did not generate {new} tokens a prompt")
-        return tokens, stamps[-1] - stamps[0], ended - started
 
 
 def equal_prompts(path: str, count: int, length: int = 32) -> list[list[int]]:
@@ -142,7 +130,7 @@ def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(theirs))
 
 
-def run_hf(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
+def run_hf(args: argparse.Namespace, tick: Tick) -> Section:
     """The engine beside Hugging Face's generate."""
     section = Section(
         f"Decode against Hugging Face generate, {args.new_tokens} new tokens",
@@ -161,41 +149,28 @@ def run_hf(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
     )
     tick("hf: loading both models")
     path = models.real_model()
-    reference = HuggingFace(path)
-    with Session(Setup("real", max_running_requests=max(args.batch_size)), scratch) as session:
+    with start_hf(args) as theirs, start_engine(args) as ours:
         for size in args.batch_size:
-            section.rows.append(_hf_row(args, session, reference, path, size, tick))
+            question = {
+                "batch_size": size,
+                "output_len": args.new_tokens,
+                "prompts": equal_prompts(path, size),
+            }
+            found = alternate(args, {"ours": ours, "theirs": theirs}, question, "hf", tick)
+            section.rows.append(_hf_row(size, args.new_tokens, found["ours"], found["theirs"]))
     return section
 
 
-def _hf_row(
-    args: argparse.Namespace,
-    session: Session,
-    reference: HuggingFace,
-    path: str,
-    size: int,
-    tick: Tick,
-) -> Row:
-    prompts, new = equal_prompts(path, size), args.new_tokens
-    case = Case("hf", session.setup, batch_size=size, output_len=new)
-    ours: list[float] = []
-    theirs: list[float] = []
-    whole: list[float] = []
-    same = total = 0
-    for i in range(args.rounds + 1):
-        tick(f"hf: batch {size}, pair {i} of {args.rounds}")
-        round_ = session.generate(prompts, sampling_params(case))
-        metrics.check_results(round_.results, [len(p) for p in prompts], new)
-        tokens, decode_seconds, all_seconds = reference.generate(prompts, new)
-        if i == 0:
-            continue  # the warm-up of both
-        ours.append(metrics.decode_metrics(round_)["tokens_per_s"])
-        theirs.append(size * (new - 1) / decode_seconds)
-        whole.append(all_seconds / (round_.ended - round_.started))
-        for result, row in zip(round_.results, tokens, strict=True):
-            same, total = same + common_prefix(result["output_ids"], row), total + new
-    ratio = median_ratio(ours, theirs)
-    target = HF_TARGETS.get(size)
+def _hf_row(size: int, new: int, engine: list[Row], hf: list[Row]) -> Row:
+    ours = [r["metrics"]["tokens_per_s"] for r in engine]
+    theirs = [size * (new - 1) / r["decode_seconds"] for r in hf]
+    pairs = [
+        (a, b)
+        for mine, its in zip(engine, hf, strict=True)
+        for a, b in zip(mine["tokens"], its["tokens"], strict=True)
+    ]
+    same = sum(common_prefix(a, b) for a, b in pairs) / (len(pairs) * new)
+    ratio, target = median_ratio(ours, theirs), HF_TARGETS.get(size)
     return {
         "batch_size": size,
         "ours": round(statistics.median(ours), 1),
@@ -204,15 +179,15 @@ def _hf_row(
         "spread": spread(ours, theirs),
         "target": target,
         "met": None if target is None else ratio >= target,
-        "whole": round(statistics.median(whole), 3),
-        "same": f"{same / total:.1%}",
+        "whole": round(median_ratio([r["seconds"] for r in hf], [r["seconds"] for r in engine]), 3),
+        "same": f"{same:.1%}",
     }
 
 
 # --- The two loops ----------------------------------------------------------------------------
 
 
-def run_overlap(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
+def run_overlap(args: argparse.Namespace, tick: Tick) -> Section:
     """The overlap loop beside the normal loop."""
     section = Section(
         f"Overlap loop against normal loop, {args.new_tokens} new tokens",
@@ -230,31 +205,14 @@ def run_overlap(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
         notes=["'met' allows for the noise of the median: half the spread of the middle pairs."],
     )
     tick("overlap: loading two engines")
-    most = max(args.batch_size)
-    with (
-        Session(Setup("real", overlap=True, max_running_requests=most), scratch) as overlap,
-        Session(Setup("real", overlap=False, max_running_requests=most), scratch) as normal,
-    ):
+    with start_engine(args, overlap=True) as overlap, start_engine(args, overlap=False) as normal:
+        sides = {"overlap": overlap, "normal": normal}
         for size in args.batch_size:
-            case = Case("overlap", overlap.setup, batch_size=size, output_len=args.new_tokens)
-            found = _alternate(args, {"overlap": overlap, "normal": normal}, case, tick)
-            section.rows.append(_overlap_row(size, found["overlap"], found["normal"]))
+            question = {"batch_size": size, "output_len": args.new_tokens}
+            found = alternate(args, sides, question, "overlap", tick)
+            rounds = {name: [r["metrics"] for r in answers] for name, answers in found.items()}
+            section.rows.append(_overlap_row(size, rounds["overlap"], rounds["normal"]))
     return section
-
-
-def _alternate(
-    args: argparse.Namespace, sessions: dict[str, Session], case: Case, tick: Tick
-) -> dict[str, list[dict[str, float]]]:
-    """Metrics of each session's rounds; each turn begins with another one."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in sessions}
-    names = list(sessions)
-    for i in range(args.rounds + 1):
-        tick(f"{case.name}: batch {case.batch_size}, round {i} of {args.rounds}")
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            measured = sessions[name].run_round(case)
-            if i > 0:  # the first round warms up
-                found[name].append(measured)
-    return found
 
 
 def _overlap_row(size: int, overlap: list[Row], normal: list[Row]) -> Row:
@@ -284,73 +242,32 @@ def _overlap_row(size: int, overlap: list[Row], normal: list[Row]) -> Row:
 # --- Host work --------------------------------------------------------------------------------
 
 
-class HostWorker:
-    """A process that measures host work on demand (see `lab.hostwork`)."""
-
-    def __init__(self, python: str, package: Path, *options: str, threads: int) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
-        self._process = subprocess.Popen(
-            [python, "-m", "lab.hostwork", "--threads", str(threads), *options],
-            env=environment(threads, str(package)),
-            cwd=REPO_ROOT / "benchmark",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        try:
-            self._answer()
-        except BaseException:
-            self.close()
-            raise
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            said = self._log.read().strip().splitlines() or ["it says nothing"]
-            raise RuntimeError(said[-1])
-        return json.loads(line)
-
-    def measure(self, batch_size: int) -> float:
-        """Median microseconds of a step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{batch_size}\n")
-        self._process.stdin.flush()
-        return self._answer()["us"]
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
-
-
 @contextlib.contextmanager
-def upstream_worker(threads: int, section: Section) -> Iterator[HostWorker | None]:
-    """A worker for real SGLang, or None with a note in `section` that says why not."""
+def upstream_worker(threads: int, section: Section) -> Iterator[Remote | None]:
+    """A process with real SGLang, or None with a note in `section` that says why not."""
     python = os.environ.get("UPSTREAM_PYTHON", sys.executable)
-    if not (UPSTREAM / "sglang").is_dir():
-        reason = f"it is not at {UPSTREAM.relative_to(REPO_ROOT)}"
-    else:
-        try:
-            worker = HostWorker(python, UPSTREAM, "--upstream", threads=threads)
-        except (RuntimeError, OSError) as error:
-            reason = f"{python} cannot import it ({error})"
-        else:
-            section.notes.append("SGLang 0.5.10 was measured alternately, in this run.")
-            with contextlib.closing(worker):
-                yield worker
-            return
-    section.notes.append(
-        f"SGLang 0.5.10 was not measured: {reason}. "
-        "Its figures are those measured earlier on a two-core machine of this kind."
-    )
-    yield None
+    reason = f"it is not at {UPSTREAM.relative_to(REPO_ROOT)}"
+    with contextlib.ExitStack() as stack:
+        worker = None
+        if (UPSTREAM / "sglang").is_dir():
+            options = ["--upstream", f"--threads={threads}"]
+            try:
+                worker = Remote(
+                    "lab.hostwork", options, threads=threads, python=python, package=str(UPSTREAM)
+                )
+                stack.enter_context(worker).wait_until_ready()
+            except (RemoteError, OSError) as error:
+                worker, reason = None, f"{python} cannot import it ({error})"
+        section.notes.append(
+            "SGLang 0.5.10 was measured alternately, in this run."
+            if worker
+            else f"SGLang 0.5.10 was not measured: {reason}. "
+            "Its figures are those measured earlier on a two-core machine of this kind."
+        )
+        yield worker
 
 
-def run_host(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
+def run_host(args: argparse.Namespace, tick: Tick) -> Section:
     """Host work of a decode step beside upstream's."""
     section = Section(
         "Host work of filter_batch + prepare_for_decode, us a step, no penalties",
@@ -365,15 +282,20 @@ def run_host(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
         },
     )
     tick("host: starting the workers")
-    own = HostWorker(sys.executable, REPO_ROOT / "python", threads=args.threads)
-    with contextlib.closing(own), upstream_worker(args.threads, section) as upstream:
+    options = [f"--threads={args.threads}"]
+    with (
+        Remote("lab.hostwork", options, threads=args.threads, package=PACKAGE) as own,
+        upstream_worker(args.threads, section) as upstream,
+    ):
         for size in HOST_BATCH_SIZES:
             ours: list[float] = []
             theirs: list[float] = []
             for i in range(args.rounds):
                 tick(f"host: batch {size}, pair {i + 1} of {args.rounds}")
-                ours.append(own.measure(size))
-                theirs.append(upstream.measure(size) if upstream else HOST_REFERENCE_US[size])
+                ours.append(own.ask(batch_size=size)["us"])
+                theirs.append(
+                    upstream.ask(batch_size=size)["us"] if upstream else HOST_REFERENCE_US[size]
+                )
             ratio = median_ratio(ours, theirs)
             section.rows.append(
                 {
@@ -392,7 +314,7 @@ def run_host(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
 # --- EAGLE ------------------------------------------------------------------------------------
 
 
-def run_eagle(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
+def run_eagle(args: argparse.Namespace, tick: Tick) -> Section:
     """EAGLE chain and tree beside plain decoding."""
     section = Section(
         f"EAGLE beside plain decoding, {args.new_tokens} new tokens",
@@ -415,19 +337,19 @@ def run_eagle(args: argparse.Namespace, scratch: Path, tick: Tick) -> Section:
         section.notes.append(f"Not measured: {error}.")
         return section
     tick("eagle: loading three engines")
-    most = max(args.eagle_batch_size)
     with contextlib.ExitStack() as stack:
-        sessions = {}
+        sides = {}
         for mode in ("none", "chain", "tree"):
-            setup = Setup("real", speculative=mode, max_running_requests=most)
-            name = "plain" if mode == "none" else mode
-            sessions[name] = stack.enter_context(Session(setup, scratch))
+            engine = start_engine(
+                args, speculative=mode, max_running_requests=max(args.eagle_batch_size)
+            )
+            sides["plain" if mode == "none" else mode] = stack.enter_context(engine)
         for size in args.eagle_batch_size:
-            case = Case("eagle", Setup("real"), batch_size=size, output_len=args.new_tokens)
-            found = _alternate(args, sessions, case, tick)
-            plain = [r["tokens_per_s"] for r in found["plain"]]
-            for mode, rounds in found.items():
-                section.rows.append(_eagle_row(size, mode, rounds, plain))
+            question = {"batch_size": size, "output_len": args.new_tokens}
+            found = alternate(args, sides, question, "eagle", tick)
+            rounds = {name: [r["metrics"] for r in answers] for name, answers in found.items()}
+            plain = [r["tokens_per_s"] for r in rounds["plain"]]
+            section.rows += [_eagle_row(size, mode, rounds[mode], plain) for mode in rounds]
     return section
 
 
@@ -442,7 +364,7 @@ def _eagle_row(size: int, mode: str, rounds: list[Row], plain: list[float]) -> R
     return row
 
 
-RUNNERS: Final[dict[str, Callable[[argparse.Namespace, Path, Tick], Section]]] = {
+RUNNERS: Final[dict[str, Callable[[argparse.Namespace, Tick], Section]]] = {
     "hf": run_hf,
     "overlap": run_overlap,
     "host": run_host,
@@ -503,16 +425,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, on_section: Callable[[Section], None]) -> dict[str, Section]:
     """Run the sections that were asked for."""
-    import torch
     from rich.console import Console
 
-    torch.set_num_threads(args.threads)
     progress = Console(stderr=True)
     found: dict[str, Section] = {}
-    with tempfile.TemporaryDirectory(prefix="speed-") as scratch, progress.status("") as status:
+    with progress.status("") as status:
         for name in args.section:
             tick: Tick = status.update if progress.is_terminal else _print_line
-            found[name] = RUNNERS[name](args, Path(scratch), tick)
+            found[name] = RUNNERS[name](args, tick)
             on_section(found[name])
     return found
 
@@ -524,15 +444,13 @@ def _print_line(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; return the exit status."""
     args = parse_args(argv)
-    # OpenMP reads it when torch is imported, which nothing above did.
-    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     from rich.console import Console
 
     quiet = args.json == "-"
     console = Console(stderr=quiet, width=None if sys.stdout.isatty() else 140)
     try:
         found = measure(args, lambda section: None if quiet else show(section, console))
-    except (FileNotFoundError, metrics.WorkNotDone, RuntimeError) as error:
+    except (FileNotFoundError, RemoteError) as error:
         print(f"speed: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

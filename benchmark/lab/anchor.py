@@ -3,14 +3,21 @@
 On a shared machine the same code takes a different time each minute. What the machine does to the
 anchor, it does to the round beside it too, so their ratio moves far less than either. An anchor never
 changes: results of different commits, days and machines are comparable through it.
+
+It runs in a process of its own, ``python -m lab.anchor KIND``, for the reason that `lab.remote` gives.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from lab.remote import answer
 
 KINDS = ("model", "host")
 
@@ -45,11 +52,11 @@ class Anchor:
         started = time.perf_counter()
         with torch.inference_mode():
             if self.kind == "model":
-                self._read_weights(passes=12)
-                _python_loop(60_000)
+                self._read_weights(passes=18)
+                _python_loop(100_000)
             else:
-                self._small_operations(calls=1500)
-                _python_loop(200_000)
+                self._small_operations(calls=3000)
+                _python_loop(400_000)
         return time.perf_counter() - started
 
     def _read_weights(self, passes: int) -> None:
@@ -72,3 +79,23 @@ def _python_loop(turns: int) -> int:
     for i in range(turns):
         seen[i & 255] = seen.get(i & 255, 0) + i
     return len(seen)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the anchor once for each question; answer with its ``seconds``."""
+    parser = argparse.ArgumentParser(prog="lab.anchor", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+
+    def make() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        anchor = Anchor(args.kind)
+        anchor()
+        return lambda question: {"seconds": anchor()}
+
+    answer(make)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,21 +1,21 @@
 """Host work of the scheduler between two decode steps: ``filter_batch`` and ``prepare_for_decode``.
 
 ``python -m lab.hostwork`` measures the installed package, ``python -m lab.hostwork --upstream`` a
-release of SGLang. It reads a batch size a line and answers with a line of JSON, so that a caller can
-have two of them measure alternately. Nothing runs between the steps, no request ends, none has
-penalties: what is timed is the part that every decode step pays.
+release of SGLang, each time that it is asked (see `lab.remote`). Nothing runs between the steps, no
+request ends, none has penalties: what is timed is the part that every decode step pays.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+from lab.remote import answer
 
 PROMPT_LEN = 32
 ROW_LEN = 1024
@@ -187,30 +187,34 @@ def stub_what_is_absent() -> None:
     sys.meta_path.append(Finder())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Answer until the input ends."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Answer with the median ``us`` of a step for each ``batch_size``."""
     parser = argparse.ArgumentParser(
         prog="lab.hostwork", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--upstream", action="store_true", help="measure a release of SGLang")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args(argv)
-    answers, sys.stdout = sys.stdout, sys.stderr  # what imports print is no answer
     import torch
 
     torch.set_num_threads(args.threads)
-    make: Callable[[int], Any] = own_batch
-    if args.upstream:
-        stub_what_is_absent()
-        make = upstream_batch
-    with torch.inference_mode():
-        make(1)  # imports, and fails early
-        print(json.dumps({"ready": True}), file=answers, flush=True)
-        for line in sys.stdin:
-            seconds = measure(make(int(line)))
-            print(json.dumps({"us": 1e6 * seconds}), file=answers, flush=True)
-    return 0
+
+    def make() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        build: Callable[[int], Any] = own_batch
+        if args.upstream:
+            stub_what_is_absent()
+            build = upstream_batch
+
+        def handle(question: Mapping[str, Any]) -> dict[str, Any]:
+            with torch.inference_mode():
+                return {"us": 1e6 * measure(build(question["batch_size"]))}
+
+        with torch.inference_mode():
+            build(1)  # imports, and fails early
+        return handle
+
+    answer(make)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

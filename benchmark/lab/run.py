@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.formats import significant
+from lab.remote import environment
 from lab.workloads import CASES
-
-BENCHMARK_DIR = Path(__file__).resolve().parents[1]
 
 # Seconds without any event after which a worker is killed. It notices a stall itself, far earlier.
 SILENCE_S = 300.0
@@ -163,23 +162,6 @@ def _end(worker: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
-
-
-def environment(threads: int, package: str | None = None) -> dict[str, str]:
-    """The environment of a worker: offline, a fixed number of threads, the lab importable."""
-    env = dict(os.environ)
-    # Checks of every step cost time, and are on in tests.
-    env.pop("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", None)
-    # A worker has a working directory of its own.
-    path = [package, BENCHMARK_DIR, *env.get("PYTHONPATH", "").split(os.pathsep)]
-    env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in path if entry)
-    env |= {
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    return env
 
 
 def _say(event: Event) -> None:

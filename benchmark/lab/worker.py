@@ -9,11 +9,9 @@ within it. `lab.run` starts workers and reads their events.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -25,6 +23,7 @@ from typing import Any, TextIO
 
 from lab.metrics import summarise
 from lab.models import Unsupported
+from lab.remote import Remote, end_with_parent
 from lab.workloads import CASES, Case, Session
 
 # Seconds without a new token after which a mixed workload counts as stalled. A step of the slowest case
@@ -98,9 +97,15 @@ class Watched:
 
 
 def measure(
-    session: Session, case: Case, name: str, rounds: int, events: Events, stall_s: float = STALL_S
+    session: Session,
+    case: Case,
+    name: str,
+    rounds: int,
+    anchor: Remote,
+    events: Events,
+    stall_s: float = STALL_S,
 ) -> dict[str, Any]:
-    """Run a case `rounds` times after a short warm-up, each round between two runs of its anchor.
+    """Run a case `rounds` times after a short warm-up, each round between two runs of the anchor.
 
     Returns
     -------
@@ -113,32 +118,35 @@ def measure(
     Stalled
         If a round makes no progress for `stall_s` seconds.
     """
-    from lab.anchor import Anchor
-
-    anchor = Anchor(case.anchor)
     watched = Watched(stall_s if case.kind == "mixed" else ROUND_S)
     session.progress = watched.alive
     events.progress(name, 0, rounds, "warm-up")
     watched.call(session.run_round, case.shortened())
-    anchor()
     found: list[dict[str, float]] = []
-    anchors = [anchor()]
+    anchors = [anchor.ask()["seconds"]]
     for i in range(rounds):
         events.progress(name, i, rounds, "measuring")
         gc.collect()
         found.append(watched.call(session.run_round, case))
-        anchors.append(anchor())
+        anchors.append(anchor.ask()["seconds"])
     return {"metrics": summarise(found, anchors), "rounds": found, "anchors": anchors}
 
 
 def measure_all(
-    names: Sequence[str], rounds: int | None, events: Events, stall_s: float = STALL_S
+    names: Sequence[str],
+    rounds: int | None,
+    events: Events,
+    threads: int = 1,
+    stall_s: float = STALL_S,
 ) -> None:
     """Measure cases of one setup, one after the other, on one engine."""
     cases = [CASES[name] for name in names]
     if len({case.setup for case in cases}) != 1:
         raise ValueError(f"cases of several setups: {', '.join(names)}")
-    with tempfile.TemporaryDirectory(prefix="lab-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="lab-") as scratch,
+        Remote("lab.anchor", [cases[0].anchor, f"--threads={threads}"], threads=threads) as anchor,
+    ):
         events.progress(names[0], 0, 1, "starting the engine")
         try:
             session = Session(cases[0].setup, Path(scratch))
@@ -146,10 +154,11 @@ def measure_all(
             for name in names:
                 events.result(name, "unsupported", detail=str(error))
             return
+        anchor.wait_until_ready()
         about = {"engine": _where_the_engine_is()}
         for name, case in zip(names, cases, strict=True):
             try:
-                found = measure(session, case, name, rounds or case.rounds, events, stall_s)
+                found = measure(session, case, name, rounds or case.rounds, anchor, events, stall_s)
             except Exception as error:
                 outcome = _outcome(case, error)
                 detail = f"{type(error).__name__}: {error}"
@@ -174,13 +183,6 @@ def _where_the_engine_is() -> str:
     return str(Path(sglang.__file__).resolve().parent)
 
 
-def end_with_parent() -> None:
-    """Have this process killed when its parent ends, on Linux."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure; end the process whatever its threads do."""
     parser = argparse.ArgumentParser(prog="lab.worker", description=(__doc__ or "").split("\n")[0])
@@ -198,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     status = 0
     with args.out.open("a") as sink:
         try:
-            measure_all(args.cases, args.rounds, Events(sink), args.stall)
+            measure_all(args.cases, args.rounds, Events(sink), args.threads, args.stall)
         except BaseException as error:
             print(f"lab.worker: {type(error).__name__}: {error}", file=sys.stderr)
             status = 1

@@ -108,13 +108,13 @@ DECODE = (
     Case("real-b8", _REAL, batch_size=8, output_len=24, rounds=4),
     Case("real-b32", _REAL, batch_size=32, output_len=16, rounds=3),
     Case("real-b8-penalties", _REAL, batch_size=8, output_len=24, penalties=True, rounds=4),
-    Case("tiny-b8", _TINY, output_len=192),
-    Case("tiny-b64", _TINY, batch_size=64, output_len=96),
-    Case("tiny-b64-penalties", _TINY, batch_size=64, output_len=96, penalties=True),
+    Case("tiny-b8", _TINY, output_len=192, rounds=9),
+    Case("tiny-b64", _TINY, batch_size=64, output_len=96, rounds=9),
+    Case("tiny-b64-penalties", _TINY, batch_size=64, output_len=96, penalties=True, rounds=9),
 )
 MIXED = (
     Case("real-b4", _REAL_MIXED, "mixed", batch_size=4, output_len=16, rounds=3),
-    Case("tiny-b8", _TINY_MIXED, "mixed", output_len=128),
+    Case("tiny-b8", _TINY_MIXED, "mixed", output_len=128, rounds=9),
 )
 SPECULATIVE = tuple(
     Case(
@@ -123,7 +123,7 @@ SPECULATIVE = tuple(
         batch_size=batch_size,
         output_len=24 if model == "real" else 96,
         penalties=penalties,
-        rounds=3 if model == "real" else 5,
+        rounds=3 if model == "real" else 7,
     )
     for model, shape, batch_size, penalties in (
         ("real", "chain", 1, False),

@@ -32,6 +32,40 @@ def test_ratios_are_those_of_pairs(speed: ModuleType) -> None:
     assert speed.spread(ours, theirs) == "1.00 to 3.00"
 
 
+def test_the_row_of_hugging_face(speed: ModuleType) -> None:
+    engine = [
+        {"metrics": {"tokens_per_s": 30.0}, "tokens": [[1, 2, 3, 4]] * 2, "seconds": 2.0},
+        {"metrics": {"tokens_per_s": 60.0}, "tokens": [[1, 2, 3, 4]] * 2, "seconds": 1.0},
+    ]
+    # Two prompts, three tokens each behind the first one, in 0.3 s: 20 tokens/s.
+    hf = {"tokens": [[1, 2, 3, 4], [1, 9, 3, 4]], "decode_seconds": 0.3, "seconds": 3.0}
+    row = speed._hf_row(1, 4, engine, [hf | {"decode_seconds": 0.15}, hf | {"decode_seconds": 0.1}])
+    assert (row["ours"], row["theirs"]) == (45.0, 25.0)
+    assert row["ratio"] == pytest.approx((30 / 20 + 60 / 30) / 2)
+    assert (row["target"], row["met"]) == (1.5, True)
+    assert row["whole"] == pytest.approx((1.5 + 3.0) / 2)
+    assert row["same"] == "62.5%"  # 4 and 1 of 4
+
+
+def test_sides_take_turns_and_the_first_turn_does_not_count(speed: ModuleType) -> None:
+    asked: list[str] = []
+
+    class Side:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def ask(self, **question: int) -> dict[str, int]:
+            asked.append(self.name)
+            return {"turn": len(asked)} | question
+
+    args = speed.parse_args(["--rounds", "2"])
+    sides = {"a": Side("a"), "b": Side("b")}
+    found = speed.alternate(args, sides, {"batch_size": 3}, "x", lambda text: None)
+    assert asked == ["a", "b", "b", "a", "a", "b"]
+    assert [r["turn"] for r in found["a"]] == [4, 5]
+    assert [r["turn"] for r in found["b"]] == [3, 6]
+
+
 def test_common_prefix(speed: ModuleType) -> None:
     assert speed.common_prefix([1, 2, 3], [1, 2, 3]) == 3
     assert speed.common_prefix([1, 2, 4], [1, 2, 3]) == 2
@@ -67,13 +101,13 @@ def test_host_work_that_does_not_happen_is_an_error() -> None:
 
 
 def test_the_host_section_without_upstream(
-    speed: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    speed: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "UPSTREAM", REPO_ROOT / "no" / "such" / "folder")
     monkeypatch.setattr(speed, "HOST_BATCH_SIZES", (1, 8))
     args = speed.parse_args(["--section", "host", "--rounds", "1"])
     ticks: list[str] = []
-    section = speed.run_host(args, tmp_path, ticks.append)
+    section = speed.run_host(args, ticks.append)
     assert [row["batch_size"] for row in section.rows] == [1, 8]
     for row in section.rows:
         assert row["ours"] > 0
@@ -91,7 +125,7 @@ def test_an_interpreter_that_cannot_import_upstream_is_named(
     (release / "sglang").mkdir(parents=True)
     (release / "sglang" / "__init__.py").write_text("raise ImportError('no module named zmq')")
     monkeypatch.setattr(speed, "UPSTREAM", release)
-    monkeypatch.setattr(speed, "REPO_ROOT", REPO_ROOT)
+    monkeypatch.setattr(speed, "REPO_ROOT", tmp_path)
     section = speed.Section("", {})
     with speed.upstream_worker(1, section) as worker:
         assert worker is None
@@ -102,7 +136,7 @@ def test_missing_drafts_are_a_note(
     speed: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LAB_DRAFT", str(tmp_path))
-    section = speed.run_eagle(speed.parse_args([]), tmp_path, print)
+    section = speed.run_eagle(speed.parse_args([]), print)
     assert section.rows == []
     assert "no EAGLE head" in section.notes[-1]
 

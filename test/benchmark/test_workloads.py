@@ -14,6 +14,7 @@ import pytest
 from lab import history, models, run, worker
 from lab.anchor import Anchor
 from lab.metrics import WorkNotDone
+from lab.remote import Remote, RemoteError
 from lab.workloads import CASES, QUESTIONS, Case, Gate, Probe, Session, Setup
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -147,6 +148,33 @@ def test_a_missing_model_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         models.real_model()
     with pytest.raises(models.Unsupported, match="no EAGLE head"):
         models.real_draft()
+
+
+# --- Processes that answer ---------------------------------------------------------------------
+
+
+def test_an_engine_that_serves(children: None, tmp_path: Path) -> None:
+    setup = json.dumps({"model": "tiny", "speculative": "chain"})
+    with Remote("lab.serve", ["session", "--setup", setup], threads=1) as side:
+        prompts = [[3, 4, 5], [6, 7, 8]]
+        answers = [side.ask(batch_size=2, output_len=5, prompts=prompts) for _ in range(2)]
+        for found in answers:
+            assert [len(tokens) for tokens in found["tokens"]] == [5, 5]
+            assert found["metrics"]["tokens_per_s"] > 0 and found["seconds"] > 0
+        assert answers[0]["tokens"] == answers[1]["tokens"]
+        with pytest.raises(RemoteError, match="KeyError"):
+            side.ask(batch_size=2)
+        # It goes on serving, with prompts of its own.
+        assert len(side.ask(batch_size=3, output_len=2)["tokens"]) == 3
+
+
+def test_a_process_that_cannot_answer_says_why(children: None) -> None:
+    options = ["session", "--setup", '{"model": 1, "colour": 2}']
+    with (
+        Remote("lab.serve", options, threads=1) as side,
+        pytest.raises(RemoteError, match="colour"),
+    ):
+        side.ask(batch_size=1, output_len=2)
 
 
 # --- Workers ----------------------------------------------------------------------------------
