@@ -212,6 +212,7 @@ class Play:
     def recv_requests(self) -> list[Any]:
         """In the place of `Scheduler.recv_requests`."""
         self.step += 1
+        assert self.step < 3000, f"{self.unanswered} wait while nothing runs"
         s = self.scheduler
         if self.reckless:
             s.new_token_ratio = 0.0
@@ -315,7 +316,7 @@ def test_each_request_gets_what_it_would_get_alone(
     referee = make_referee(setup.room)
     judge_all(play, referee, wanted)
     assert_whole(play.scheduler)
-    assert referee.num_tokens > 100
+    assert referee.num_tokens > 60
     assert referee.num_ties <= 2
     _seen[setup] = play.scheduler.num_retractions
 
