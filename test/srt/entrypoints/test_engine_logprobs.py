@@ -75,6 +75,33 @@ def test_candidates_that_are_asked_for(
         make_referee().judge(ask, result)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+def test_what_a_scoring_request_says_does_not_depend_on_its_company(
+    temperature: float, engine: Engine, asks: type, make_referee: Callable
+) -> None:
+    """Temperature and bias count, alone and beside a request that wants tokens."""
+    ask = asks(
+        PROMPT,
+        {"max_new_tokens": 0, "temperature": temperature, "logit_bias": {"7": 3.5, "8": -2.0}},
+        return_logprob=True,
+        top_logprobs_num=5,
+        token_ids_logprob=[7, 8, 9],
+    )
+    beside = asks([9, 4], {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 3})
+    for company in ([], [beside]):
+        together = [*company, ask]
+        results = engine.generate(
+            input_ids=[a.prompt for a in together],
+            sampling_params=[a.params for a in together],
+            return_logprob=[a.return_logprob for a in together],
+            top_logprobs_num=[a.top_logprobs_num for a in together],
+            token_ids_logprob=[a.token_ids_logprob for a in together],
+        )
+        referee = make_referee()
+        for a, result in zip(together, results, strict=True):
+            referee.judge(a, result)
+
+
 def test_a_batch_in_which_everyone_asks_for_something_else(
     engine: Engine, asks: type, make_referee: Callable
 ) -> None:

@@ -94,12 +94,10 @@ class ModelRunner:
         -------
         Tensor, shape (B,), int64
         """
-        sampling_info = forward_batch.sampling_info
-        logits = logits_output.next_token_logits = logits_output.next_token_logits.float()
-        sampling_info.apply_logits_bias(logits)
+        self._penalize(logits_output, forward_batch)
         return self.sampler.forward(
             logits_output,
-            sampling_info,
+            forward_batch.sampling_info,
             forward_batch.return_logprob,
             forward_batch.top_logprobs_nums,
             forward_batch.token_ids_logprobs,
@@ -110,13 +108,26 @@ class ModelRunner:
     def compute_logprobs_only(
         self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
     ) -> None:
-        """Add the logprobs of what could follow, for requests that want no token."""
+        """Add the logprobs of what could follow, for requests that want no token.
+
+        They are of the same distribution, bias and temperature included, as beside requests that do.
+        """
         if not forward_batch.return_logprob:
             return
+        self._penalize(logits_output, forward_batch)
         wanted = (forward_batch.top_logprobs_nums, forward_batch.token_ids_logprobs)
-        logits = logits_output.next_token_logits
         # No token is sampled, so the entries of sampled tokens are fillers.
         filler = torch.zeros_like(forward_batch.req_pool_indices)
-        logits_output.set_next_token_logprobs(
-            compute_token_logprobs(logits, filler, *wanted), *wanted
+        sampling_info = forward_batch.sampling_info
+        logprobs = compute_token_logprobs(
+            logits_output.next_token_logits,
+            filler,
+            *wanted,
+            temperatures=None if sampling_info.is_all_greedy else sampling_info.temperatures,
         )
+        logits_output.set_next_token_logprobs(logprobs, *wanted)
+
+    def _penalize(self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> None:
+        """Make the logits float32, and penalize and bias them."""
+        logits_output.next_token_logits = logits_output.next_token_logits.float()
+        forward_batch.sampling_info.apply_logits_bias(logits_output.next_token_logits)
