@@ -95,6 +95,21 @@ def test_other_modes_give_all_rows(mode: ForwardMode) -> None:
     assert output.input_token_logprobs is None and output.input_logprob_lens == [0] * 3
 
 
+def test_a_batch_may_name_the_rows() -> None:
+    hidden, head = hidden_of(6), Head()
+    rows = torch.tensor([4, 1, 1])
+    batch = make_batch(
+        ForwardMode.DRAFT_EXTEND_V2,
+        3,
+        logits_rows=rows,
+        capture_hidden_mode=CaptureHiddenMode.LAST,
+    )
+    output = LogitsProcessor().forward(hidden, head, batch)
+    torch.testing.assert_close(output.next_token_logits, (hidden @ head.weight.T)[rows])
+    assert head.calls == [3]
+    assert torch.equal(output.hidden_states, hidden[rows])
+
+
 def test_no_tokens_at_all() -> None:
     output = LogitsProcessor().forward(hidden_of(0), Head(), make_batch(ForwardMode.IDLE, 0))
     assert output.next_token_logits.shape == (0, VOCAB)

@@ -335,7 +335,7 @@ class LogitsProcessor:
     """Computes logits for the rows that need them and for no others.
 
     In ragged modes (EXTEND, MIXED) logits exist for the last new token of each request, from which the
-    next token is sampled; in all other modes for every token.
+    next token is sampled; in all other modes for every token, or for those that the batch names.
 
     **Input logprobs.** Let request b bring ``n`` new tokens behind ``p`` cached ones (this chunk is
     prompt positions p to p + n - 1), and let ``s = extend_logprob_start_lens_cpu[b]``, relative to the
@@ -396,7 +396,7 @@ class LogitsProcessor:
             Logits are float32 and belong to the caller, who may write them in place.
         """
         is_ragged = forward_batch.forward_mode.is_extend()
-        last = _last_tokens(hidden_states, forward_batch) if is_ragged else hidden_states
+        last = _scored_tokens(hidden_states, forward_batch)
         logits = model.compute_logits(last).float()
         output = LogitsProcessorOutput(
             next_token_logits=logits,
@@ -444,6 +444,13 @@ class LogitsProcessor:
             logprobs = torch.log_softmax(model.compute_logits(rows[start:stop]).float(), dim=-1)
             parts.append(spec.read(logprobs, token_ids[start:stop], counts))
         output.set_input_logprobs(TokenLogprobs.cat(parts), lens)
+
+
+def _scored_tokens(hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+    if forward_batch.forward_mode.is_extend():
+        return _last_tokens(hidden_states, forward_batch)
+    rows = forward_batch.logits_rows
+    return hidden_states if rows is None else hidden_states.index_select(0, rows)
 
 
 def _last_tokens(hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:

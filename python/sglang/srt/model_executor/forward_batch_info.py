@@ -95,6 +95,8 @@ class ForwardBatch:
         New tokens and cached tokens of each request, ragged modes only.
     custom_mask : Tensor, shape (B, T // B, L), bool, or None
         Visible positions of each query token. None means causal by position. Not used in ragged modes.
+    logits_rows : Tensor, shape (R,), int64, or None
+        Tokens of the forward whose logits are wanted, None for all of them. Not used in ragged modes.
     """
 
     forward_mode: ForwardMode
@@ -109,6 +111,7 @@ class ForwardBatch:
     extend_seq_lens_cpu: list[int] | None = None
     extend_prefix_lens_cpu: list[int] | None = None
     custom_mask: torch.Tensor | None = None
+    logits_rows: torch.Tensor | None = None
 
     # Logprobs. Per request: how many top candidates, which tokens, and from which new token on.
     return_logprob: bool = False

@@ -393,6 +393,7 @@ class EAGLEWorkerV2:
         What it writes behind the path is not committed and will be overwritten.
         """
         path_len = self.num_steps + 1
+        last = result.accept_lens.unsqueeze(1) - 1
         extend_batch = self._tree_batch(
             forward_batch,
             ForwardMode.DRAFT_EXTEND_V2,
@@ -402,15 +403,17 @@ class EAGLEWorkerV2:
             seq_lens=seq_lens + path_len,
             spec_hidden_states=result.features,
         )
+        # Only what stands behind the path's end is drafted from.
+        extend_batch.logits_rows = _row_index(path_len, last)
+        extend_batch.capture_hidden_mode = CaptureHiddenMode.LAST
         output = self.draft_runner.forward(extend_batch)
-        last = result.accept_lens.unsqueeze(1) - 1
-        topk_p, topk_index = self._draft_topk(_rows_of(output.next_token_logits, last))
+        topk_p, topk_index = self._draft_topk(output.next_token_logits)
         return EagleDraftInput(
             verified_id=result.next_token_ids.gather(1, last).squeeze(1),
             new_seq_lens=seq_lens + result.accept_lens,
             topk_p=topk_p,
             topk_index=topk_index,
-            hidden_states=_rows_of(output.hidden_states, last),
+            hidden_states=output.hidden_states,
         )
 
     # ---- parts
@@ -469,9 +472,13 @@ def _rows_of(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
     Returns a tensor of shape (B * M, ...).
     """
-    batch_size = index.shape[0]
-    first = torch.arange(0, values.shape[0], values.shape[0] // batch_size, device=index.device)
-    return values.index_select(0, (index + first.unsqueeze(1)).flatten())
+    return values.index_select(0, _row_index(values.shape[0] // index.shape[0], index))
+
+
+def _row_index(num_rows: int, index: torch.Tensor) -> torch.Tensor:
+    """Rows at `index`, shape (B, M), of requests that have `num_rows` each; shape (B * M,)."""
+    first = torch.arange(0, num_rows * index.shape[0], num_rows, device=index.device)
+    return (index + first.unsqueeze(1)).flatten()
 
 
 def _ends(lens: list[int]) -> list[int]:
