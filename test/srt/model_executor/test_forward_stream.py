@@ -70,6 +70,19 @@ def test_the_caller_goes_on_while_a_forward_runs() -> None:
         assert second.wait() == 2
 
 
+def test_a_context_that_cannot_be_entered_is_an_error_of_each_forward() -> None:
+    @contextlib.contextmanager
+    def broken() -> Iterator[None]:
+        raise OSError("no such mode")
+        yield
+
+    with started(ThreadForwardStream(), broken) as stream:
+        for handle in [stream.submit(lambda: 1) for _ in range(3)]:
+            with pytest.raises(OSError, match="no such mode"):
+                handle.wait()
+        stream.drain()
+
+
 def test_without_overlap_a_forward_is_done_when_it_is_submitted() -> None:
     with started(InlineForwardStream()) as stream:
         handle = stream.submit(threading.get_ident)

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,12 +108,27 @@ class ThreadForwardStream(ForwardStream):
         self._thread.start()
 
     def _loop(self, thread_context: Callable[[], contextlib.AbstractContextManager]) -> None:
-        with thread_context():
-            while (item := self._queue.get()) is not None:
-                handle, fn = item
-                handle._run(fn)
-                # A finished forward must not stay alive until the next one comes.
-                del item, handle, fn
+        entered = False
+        try:
+            with thread_context():
+                entered = True
+                self._serve(lambda fn: fn())
+        except BaseException as error:
+            if entered:
+                raise
+
+            # Nothing can run here, and nobody shall wait for it in vain.
+            def fail(fn: Callable[[], Any], error: BaseException = error) -> None:
+                raise error
+
+            self._serve(fail)
+
+    def _serve(self, run: Callable[[Callable[[], Any]], Any]) -> None:
+        while (item := self._queue.get()) is not None:
+            handle, fn = item
+            handle._run(partial(run, fn))
+            # A finished forward must not stay alive until the next one comes.
+            del item, handle, fn
 
     def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
         handle = ForwardHandle()
