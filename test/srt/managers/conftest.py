@@ -36,6 +36,7 @@ class Words:
 
     def __init__(self, *words: str) -> None:
         self.words = words
+        self.special_ids = {i for i, word in enumerate(words) if word[:1] == "<"}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         shown = [

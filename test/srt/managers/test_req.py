@@ -132,6 +132,13 @@ def test_the_stop_text_that_comes_first_in_the_text_counts(
     assert r.finished_reason == FINISH_MATCHED_STR("b")
 
 
+def test_tokens_that_are_not_shown_may_stand_inside_a_stop_text(
+    req: Callable[..., Req], words: type
+) -> None:
+    r = req(params={"stop": "ab"}, tokenizer=words("a", "b", "<unseen>"), eos_token_ids=())
+    assert feed(r, one_by_one([0, *[2] * 9, 1, 0])) == [0, *[2] * 9, 1]
+
+
 def test_several_tokens_at_once_end_with_the_one_that_completes_a_stop_text(
     req: Callable[..., Req], words: type
 ) -> None:
@@ -153,15 +160,16 @@ def test_random_stop_texts_are_found_where_the_text_first_has_them(
 ) -> None:
     """Against a search in the whole text after each token."""
     rng = random.Random(0)
-    vocabulary = ["a", "b", "ab", "ba", "aab", "c", "bcb"]
+    vocabulary = ["a", "b", "ab", "ba", "aab", "c", "bcb", "<unseen>"]
     tokenizer = words(*vocabulary)
+    shown = [*vocabulary[:-1], ""]
     for _ in range(400):
         stops = ["".join(rng.choices("abc", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 3))]
-        tokens = rng.choices(range(len(vocabulary)), k=30)
+        tokens = rng.choices(range(len(vocabulary)), weights=[*[1] * 7, rng.choice([0, 7])], k=30)
         ends = [
             n
             for n in range(1, 31)
-            if any(s in "".join(vocabulary[t] for t in tokens[:n]) for s in stops)
+            if any(s in "".join(shown[t] for t in tokens[:n]) for s in stops)
         ]
         r = req(params={"stop": stops, "max_new_tokens": 30}, tokenizer=tokenizer, eos_token_ids=())
         steps, left = [], list(tokens)

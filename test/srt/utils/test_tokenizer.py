@@ -60,6 +60,10 @@ def byte_ids(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 # --- Tokenizer ----------------------------------------------------------------------------------
 
 
+def test_special_tokens_are_known(tokenizer: Tokenizer) -> None:
+    assert tokenizer.special_ids == {0, 1, 2, 3}
+
+
 @given(text=st.text(max_size=40))
 def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == _without_special(text)

@@ -262,8 +262,15 @@ class Req:
     def _match_stop_str(self, length: int) -> bool:
         """Look for a stop string in the text's tail that `length` output tokens end."""
         params = self.sampling_params
-        tail = self.output_ids[max(0, length - params.stop_str_max_len - 1) : length]
-        text = self.tokenizer.decode(tail, skip_special_tokens=params.skip_special_tokens)
+        silent = self.tokenizer.special_ids if params.skip_special_tokens else ()
+        start, missing = length, params.stop_str_max_len + 1
+        # Every token brings a byte at least, but for those that are not shown.
+        while start > 0 and missing > 0:
+            start -= 1
+            missing -= self.output_ids[start] not in silent
+        text = self.tokenizer.decode(
+            self.output_ids[start:length], skip_special_tokens=params.skip_special_tokens
+        )
         found = [stop for stop in params.stop_strs if stop in text]
         if found:
             # A token may complete several: the text ends before the first.

@@ -37,6 +37,8 @@ class Tokenizer:
         config = json.loads(config_file.read_text()) if config_file.is_file() else {}
         self.eos_token = self._token_text(config.get("eos_token"))
         self.bos_token = self._token_text(config.get("bos_token"))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.eos_token_id = self._tokenizer.token_to_id(self.eos_token) if self.eos_token else None
         template_file = folder / "chat_template.jinja"
         self.chat_template = (
