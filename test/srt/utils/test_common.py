@@ -97,7 +97,8 @@ class Toy(Platform):
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Platform], Platform | None]]:
     """Register platforms that are gone after the test."""
-    monkeypatch.setattr(common, "_platforms", dict(common._platforms))
+    for name in ("_platforms", "_platforms_of_types"):
+        monkeypatch.setattr(common, name, dict(getattr(common, name)))
     yield register_platform
 
 
@@ -127,6 +128,18 @@ def test_a_new_kind_of_device_is_served_under_its_type_too(register: Callable) -
     register(meta)
     assert get_platform("paper") is meta
     assert get_platform(torch.device("meta")) is meta
+
+
+def test_the_newest_platform_serves_a_type_that_none_is_named_after(register: Callable) -> None:
+    first, second = (Platform("cuda", torch.device("meta")) for _ in range(2))
+    for platform in (first, second, first):
+        register(platform)
+        assert get_platform(torch.device("meta")) is platform
+    named = Platform("meta", torch.device("meta"))
+    register(named)
+    register(second)
+    assert get_platform(torch.device("meta")) is named
+    assert get_platform("cuda") is second
 
 
 def test_an_unknown_device_is_refused_by_name() -> None:

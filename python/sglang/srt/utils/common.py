@@ -90,10 +90,14 @@ _platforms: dict[str, Platform] = {
     "cpu": Platform("cpu", torch.device("cpu")),
     "cuda": CudaPlatform(),
 }
+# Device types that tensors of a platform have and no platform has as its name.
+_platforms_of_types: dict[str, Platform] = {}
 
 
 def register_platform(platform: Platform) -> Platform | None:
-    """Serve ``platform.name`` (and its ``torch_device.type``) with `platform` from now on.
+    """Serve ``platform.name`` with `platform` from now on.
+
+    It serves its ``torch_device.type`` too, unless a platform has that for a name.
 
     Returns
     -------
@@ -102,7 +106,7 @@ def register_platform(platform: Platform) -> Platform | None:
     """
     previous = _platforms.get(platform.name)
     _platforms[platform.name] = platform
-    _platforms.setdefault(platform.torch_device.type, platform)
+    _platforms_of_types[platform.torch_device.type] = platform
     return previous
 
 
@@ -115,7 +119,7 @@ def get_platform(device: str | torch.device) -> Platform:
         If no platform of that name is registered.
     """
     kind = device.type if isinstance(device, torch.device) else device.split(":")[0]
-    platform = _platforms.get(kind)
+    platform = _platforms.get(kind) or _platforms_of_types.get(kind)
     if platform is None:
         raise ValueError(f"device must be one of {sorted(_platforms)}, got {device!r}")
     return platform
