@@ -37,7 +37,7 @@ DEFAULTS = {
     "speculative_num_steps": None,
     "speculative_eagle_topk": None,
     "speculative_num_draft_tokens": None,
-    "log_level": "error",
+    "log_level": None,
 }
 NAN, INF = float("nan"), float("inf")
 
@@ -123,7 +123,7 @@ BAD = {
     "speculative_num_steps": [0, -1, 2.0, "3", True],
     "speculative_eagle_topk": [0, -1, 2.0, "3", True],
     "speculative_num_draft_tokens": [0, 1, -1, 4.0, "4", True],
-    "log_level": [3, b"info"],
+    "log_level": [3, b"info", "loud", ""],
 }
 
 

@@ -23,6 +23,7 @@ _DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _SPECULATIVE_ALGORITHMS = ("EAGLE",)
 
@@ -75,8 +76,8 @@ class ServerArgs:
         Branches of the draft tree; 1 is a chain (default 1).
     speculative_num_draft_tokens : int, optional
         Nodes of the draft tree that are verified, the root included (default num_steps + 1).
-    log_level : str
-        Level of the package's logger.
+    log_level : {"debug", "info", "warning", "error", "critical"}, optional
+        Level of the package's logger, which all engines of the process share. None leaves it as it is.
 
     Raises
     ------
@@ -105,7 +106,7 @@ class ServerArgs:
     speculative_num_steps: int | None = None
     speculative_eagle_topk: int | None = None
     speculative_num_draft_tokens: int | None = None
-    log_level: str = "error"
+    log_level: str | None = None
 
     def __post_init__(self) -> None:
         self._fill_constants()
@@ -209,6 +210,9 @@ class ServerArgs:
             "positive and finite",
         )
         self._require("random_seed", 0 <= self.random_seed < 2**63, "in [0, 2**63)")
+        if self.log_level is not None:
+            self.log_level = self.log_level.lower()
+            self._require("log_level", self.log_level in _LOG_LEVELS, f"one of {_LOG_LEVELS}")
 
     def _check_speculation(self) -> None:
         names = ("draft_model_path", "num_steps", "eagle_topk", "num_draft_tokens")
