@@ -521,6 +521,19 @@ def test_a_name_is_in_use_until_its_request_ends(engine: Engine) -> None:
     assert engine.generate(input_ids=[7], rid="y", sampling_params={"max_new_tokens": 1})
 
 
+def test_a_stream_that_is_left_behind_does_not_end_a_namesake(engine: Engine) -> None:
+    """The first one has ended, unread, so the second may have its name."""
+    short = {"max_new_tokens": 2, **GREEDY}
+    left = engine.generate(input_ids=[5, 9], sampling_params=short, rid="x", stream=True)
+    wait_until(lambda: "x" not in engine._router._receivers)
+    stream = engine.generate(input_ids=[7], sampling_params=LONG, rid="x", stream=True)
+    next(stream)
+    del left
+    *_, last = stream
+    assert len(last["output_ids"]) == 250
+    assert last["meta_info"]["finish_reason"]["type"] == "length"
+
+
 def test_an_abort_ends_a_request_with_what_it_has(
     engine: Engine, asks: type, make_referee: Callable
 ) -> None:

@@ -177,6 +177,22 @@ def test_a_shutdown_waits_for_the_forward_that_runs(make_engine: Callable[..., E
     assert caller.wait().result["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def test_a_request_is_refused_from_the_shutdown_on(make_engine: Callable[..., Engine]) -> None:
+    """It is not run to its end while the shutdown waits."""
+    gate = Gate()
+    engine = make_engine(model_runner_class=gate.runner_class)
+    caller = Caller(lambda: engine.generate(input_ids=[5], sampling_params=LONG))
+    assert gate.arrived.wait(SOON)
+    end = Caller(engine.shutdown)
+    while not engine._router.closed:
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="the engine is shut down"):
+        engine.generate(input_ids=[5], sampling_params=LONG)
+    gate.open.set()
+    end.wait()
+    assert caller.wait().result["meta_info"]["finish_reason"]["type"] == "abort"
+
+
 def test_the_context_is_left_by_an_error_too(make_engine: Callable[..., Engine]) -> None:
     with pytest.raises(KeyError), make_engine() as engine:
         raise KeyError
@@ -271,16 +287,18 @@ def test_a_leak_is_a_death(overlap: bool, make_engine: Callable[..., Engine]) ->
             engine.generate(input_ids=[5], sampling_params=LONG)
 
 
-def test_a_context_that_cannot_be_entered_is_a_death(make_engine: Callable[..., Engine]) -> None:
-    """Without overlap; with it the forward thread has the same trouble and says so as well."""
-
+@pytest.mark.parametrize("thread", ["scheduler", "forward-stream"])
+def test_a_context_that_cannot_be_entered_is_a_death(
+    thread: str, make_engine: Callable[..., Engine]
+) -> None:
     @contextlib.contextmanager
     def broken() -> Iterator[None]:
-        raise OSError("no such mode")
+        if threading.current_thread().name == thread:
+            raise OSError("no such mode")
         yield
 
     with (
-        make_engine(thread_context=broken, disable_overlap_schedule=True) as engine,
+        make_engine(thread_context=broken) as engine,
         pytest.raises(RuntimeError, match="the engine has died: no such mode"),
     ):
         engine.generate(input_ids=[5], sampling_params=SHORT)

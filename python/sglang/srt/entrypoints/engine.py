@@ -16,6 +16,7 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from sglang.srt.managers.io_struct import (
@@ -44,13 +45,18 @@ class _Router:
     """Takes the scheduler's results to the requests that wait for them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a stream that is collected as garbage, on whatever thread, aborts its request.
+        self._lock = threading.RLock()
         self._receivers: dict[str, Callable[[Delivery], None]] = {}
         self.error: BaseException | None = None
         self.closed = False
 
-    def register(self, receivers: dict[str, Callable[[Delivery], None]]) -> None:
-        """Deliver to `receivers`, all of them or none.
+    def register(
+        self, receivers: dict[str, Callable[[Delivery], None]], submit: Callable[[], None]
+    ) -> None:
+        """Call `submit`, and deliver to `receivers` what comes of it; all of this or nothing.
+
+        Whoever sees a rid registered, or finds the router closed, may count on `submit` being done.
 
         Raises
         ------
@@ -68,6 +74,20 @@ class _Router:
             if taken:
                 raise ValueError(f"rid {taken[0]!r} is in use by a request that still runs")
             self._receivers.update(receivers)
+            submit()
+
+    def abort(
+        self, rid: str, receiver: Callable[[Delivery], None], submit: Callable[[], None]
+    ) -> None:
+        """Call `submit` if `rid` still is the name of the request that `receiver` waits for."""
+        with self._lock:
+            if self._receivers.get(rid) is receiver:
+                submit()
+
+    def refuse(self) -> None:
+        """Take no more requests. Those that run go on."""
+        with self._lock:
+            self.closed = True
 
     def deliver(self, output: BatchTokenIDOutput) -> None:
         """Called on the scheduler's thread."""
@@ -100,7 +120,8 @@ def _run_scheduler(scheduler: Scheduler, router: _Router) -> None:
         router.close()
 
 
-def _stop(scheduler: Scheduler, thread: threading.Thread) -> None:
+def _stop(scheduler: Scheduler, router: _Router, thread: threading.Thread) -> None:
+    router.refuse()
     scheduler.submit_request(AbortReq(None))
     scheduler.stop()
     # Garbage may be collected on a thread of the engine itself, which cannot wait for its own end.
@@ -150,6 +171,8 @@ class Engine:
         if model_path is not None:
             kwargs["model_path"] = model_path
         self.server_args = ServerArgs.from_kwargs(**kwargs)
+        if self.server_args.log_level is not None:
+            logging.getLogger("sglang").setLevel(self.server_args.log_level.upper())
         self.tokenizer = None
         if not self.server_args.skip_tokenizer_init:
             path = self.server_args.tokenizer_path or self.server_args.model_path
@@ -171,7 +194,7 @@ class Engine:
         )
         self._thread.start()
         # Also runs when the engine is forgotten, and at the interpreter's exit.
-        self._finalizer = weakref.finalize(self, _stop, self.scheduler, self._thread)
+        self._finalizer = weakref.finalize(self, _stop, self.scheduler, self._router, self._thread)
 
     def shutdown(self) -> None:
         """Abort what runs and end the engine's threads. A second call does nothing."""
@@ -484,9 +507,13 @@ class _Call:
             if not isinstance(request.rid, str) or request.rid in receivers:
                 raise ValueError(f"rid must be a string of its own, got {request.rid!r}")
             receivers[request.rid] = make_receiver(index)
-        self._engine._router.register(receivers)
-        for request in self.requests:
-            self._engine.scheduler.submit_request(request)
+
+        def submit() -> None:
+            for request in self.requests:
+                self._engine.scheduler.submit_request(request)
+
+        self._engine._router.register(receivers, submit)
+        self._receivers = receivers
 
     def receive(self, index: int, delivery: Delivery) -> tuple[int, dict[str, Any]]:
         """Turn a delivery into a result."""
@@ -499,8 +526,12 @@ class _Call:
 
     def abort_unfinished(self) -> None:
         """Give up requests whose caller went away."""
+        engine = self._engine
         for index in self.unfinished:
-            self._engine.scheduler.submit_request(AbortReq(self.requests[index].rid))
+            rid = self.requests[index].rid
+            submit = partial(engine.scheduler.submit_request, AbortReq(rid))
+            # It may have ended unread, and its name may be another request's by now.
+            engine._router.abort(rid, self._receivers[rid], submit)
         self.unfinished.clear()
 
     def watch(self, stream: Stream) -> Stream:
