@@ -187,6 +187,26 @@ def test_a_finished_forward_is_not_kept_alive() -> None:
         assert alive() is None
 
 
+def test_what_a_forward_was_made_with_is_freed_by_the_thread_that_waits() -> None:
+    """Not by the one that has the next forward to run."""
+    freed_by = []
+
+    class Input:
+        def __del__(self) -> None:
+            freed_by.append(threading.get_ident())
+
+        def forward(self) -> int:
+            return threading.get_ident()
+
+    with started(ThreadForwardStream()) as stream:
+        handle = stream.submit(Input().forward)
+        stream.submit(lambda: None).wait()
+        assert freed_by == []
+        assert handle.wait() != threading.get_ident()
+        assert freed_by == [threading.get_ident()]
+        handle.wait()  # again
+
+
 @pytest.mark.parametrize("make", [InlineForwardStream, ThreadForwardStream])
 def test_marks_are_seconds_on_one_clock(make: type[ForwardStream]) -> None:
     def forward() -> tuple[object, object]:

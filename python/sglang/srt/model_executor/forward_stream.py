@@ -13,16 +13,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 
 class ForwardHandle:
-    """A forward in flight. Filled in by the stream that runs it."""
+    """A forward in flight. Filled in by the stream that runs it.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    fn : callable
+        What to run. The handle holds it, and so what it was made with, until `wait` lets go of it. To
+        free a tensor is to let another thread of Python run: on the forward thread, between two
+        forwards, the scheduler would take its whole turn there.
+    """
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._fn: Callable[[], Any] | None = fn
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -45,15 +53,20 @@ class ForwardHandle:
             Whatever the submitted function raised.
         """
         self._done.wait()
+        self._fn = None
         if self._error is not None:
             raise self._error
         return self._result
 
-    def _run(self, fn: Callable[[], Any]) -> None:
+    def _run(self) -> None:
         try:
-            self._result = fn()
+            self._result = self._fn()
         except BaseException as error:  # handed to whoever waits
             self._error = error
+        self._done.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
         self._done.set()
 
 
@@ -86,8 +99,8 @@ class InlineForwardStream(ForwardStream):
     """Runs a function when it is submitted: no overlap."""
 
     def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
-        handle = ForwardHandle()
-        handle._run(fn)
+        handle = ForwardHandle(fn)
+        handle._run()
         if handle._error is not None:
             raise handle._error
         return handle
@@ -112,28 +125,27 @@ class ThreadForwardStream(ForwardStream):
         try:
             with thread_context():
                 entered = True
-                self._serve(lambda fn: fn())
+                self._serve()
         except BaseException as error:
             if entered:
                 raise
 
-            # Nothing can run here, and nobody shall wait for it in vain.
-            def fail(fn: Callable[[], Any], error: BaseException = error) -> None:
-                raise error
+            self._serve(error)
 
-            self._serve(fail)
-
-    def _serve(self, run: Callable[[Callable[[], Any]], Any]) -> None:
-        while (item := self._queue.get()) is not None:
-            handle, fn = item
-            handle._run(partial(run, fn))
-            # A finished forward must not stay alive until the next one comes.
-            del item, handle, fn
+    def _serve(self, error: BaseException | None = None) -> None:
+        """Run what is submitted; given an `error`, nothing can run, and whoever waits gets that."""
+        while (handle := self._queue.get()) is not None:
+            if error is None:
+                handle._run()
+            else:
+                handle._fail(error)
+            # A result must not stay alive until the next one comes.
+            del handle
 
     def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
-        handle = ForwardHandle()
+        handle = ForwardHandle(fn)
         self._last = handle
-        self._queue.put((handle, fn))
+        self._queue.put(handle)
         return handle
 
     def drain(self) -> None:
@@ -150,8 +162,8 @@ class ThreadForwardStream(ForwardStream):
 class _CudaHandle(ForwardHandle):
     """A forward whose kernels are queued; it is done when the event behind them is."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        super().__init__(fn)
         self._event = torch.cuda.Event()
 
     def done(self) -> bool:
@@ -187,12 +199,12 @@ class CudaForwardStream(ForwardStream):
         return self._origin.elapsed_time(mark) / 1e3
 
     def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
-        handle = self._last = _CudaHandle()
+        handle = self._last = _CudaHandle(fn)
         schedule_stream = torch.cuda.current_stream()
         stream = self._own_stream or schedule_stream
         stream.wait_stream(schedule_stream)
         with torch.cuda.stream(stream):
-            handle._run(fn)
+            handle._run()
             handle._event.record()
         # What the schedule stream does from now on, it does behind this forward: it may write rows of
         # the request pool, and memory that it gave to this forward may be handed out again.
