@@ -55,7 +55,8 @@ class SamplingParams:
     n : int, default 1
         Outputs of a prompt. Only 1 is served.
     ignore_eos : bool, default False
-        Whether end-of-sequence tokens, and as in upstream `stop_token_ids` too, are tokens like any other.
+        Whether end-of-sequence tokens are tokens like any other; as in upstream, so are
+        `stop_token_ids`.
     skip_special_tokens, spaces_between_special_tokens : bool, default True
         Passed to the tokenizer when it makes text.
     no_stop_trim : bool, default False
