@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import math
+import random
+import statistics
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +36,27 @@ def test_ratios_are_those_of_pairs(speed: ModuleType) -> None:
     assert speed.spread(ours, theirs) == "1.00 to 3.00"
 
 
+def test_what_being_started_first_is_worth_cancels_out(speed: ModuleType) -> None:
+    """Ours is twice as fast, and whoever was started first 10% slower."""
+    slow, fast = 1 / 1.1, 1.0
+    ours = [2 * slow, 2 * slow, 2 * fast, 2 * fast]
+    theirs = [fast, fast, slow, slow]
+    assert speed.fair_ratio(ours, theirs) == pytest.approx(2.0)
+    # The halves differ, but inside a half there is no doubt.
+    assert speed.noise(ours, theirs) == pytest.approx(0.0)
+
+
+def test_noise_is_a_standard_error_of_the_median(speed: ModuleType) -> None:
+    """Against the spread of the ratio over many repetitions of the same measurement."""
+    rng = random.Random(0)
+    found, told = [], []
+    for _ in range(2000):
+        ours = [2 * (1 + rng.gauss(0, 0.04)) for _ in range(40)]
+        found.append(speed.fair_ratio(ours, [1.0] * 40) / 2)
+        told.append(speed.noise(ours, [1.0] * 40))
+    assert statistics.mean(told) == pytest.approx(statistics.stdev(found), rel=0.1)
+
+
 def test_the_row_of_hugging_face(speed: ModuleType) -> None:
     engine = [
         {"metrics": {"tokens_per_s": 30.0}, "tokens": [[1, 2, 3, 4]] * 2, "seconds": 2.0},
@@ -41,9 +66,9 @@ def test_the_row_of_hugging_face(speed: ModuleType) -> None:
     hf = {"tokens": [[1, 2, 3, 4], [1, 9, 3, 4]], "decode_seconds": 0.3, "seconds": 3.0}
     row = speed._hf_row(1, 4, engine, [hf | {"decode_seconds": 0.15}, hf | {"decode_seconds": 0.1}])
     assert (row["ours"], row["theirs"]) == (45.0, 25.0)
-    assert row["ratio"] == pytest.approx((30 / 20 + 60 / 30) / 2)
+    assert row["ratio"] == pytest.approx(math.sqrt(30 / 20 * 60 / 30), abs=1e-3)
     assert (row["target"], row["met"]) == (1.5, True)
-    assert row["whole"] == pytest.approx((1.5 + 3.0) / 2)
+    assert row["whole"] == pytest.approx(math.sqrt(1.5 * 3.0), abs=1e-3)
     assert row["same"] == "62.5%"  # 4 and 1 of 4
 
 
@@ -66,6 +91,38 @@ def test_sides_take_turns_and_the_first_turn_does_not_count(speed: ModuleType) -
     assert [r["turn"] for r in found["b"]] == [3, 6]
 
 
+def test_sides_are_started_in_both_orders(speed: ModuleType) -> None:
+    log: list[str] = []
+
+    class Side:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> object:
+            return self
+
+        def __exit__(self, *exc_info: object) -> None:
+            log.append(f"{self.name} ends")
+
+        def wait_until_ready(self) -> None:
+            log.append(f"{self.name} is ready")
+
+        def ask(self, batch_size: int) -> dict[str, object]:
+            return {"by": self.name, "size": batch_size, "at": len(log)}
+
+    args = speed.parse_args(["--rounds", "3"])
+    starters = {name: functools.partial(Side, name) for name in "ab"}
+    found = speed.ask_all(args, starters, [{"batch_size": 1}, {"batch_size": 8}], "x", print)
+    assert log == [
+        *("a is ready", "b is ready", "b ends", "a ends"),
+        *("b is ready", "a is ready", "a ends", "b ends"),
+    ]
+    for size, answers in zip((1, 8), found, strict=True):
+        for name in "ab":
+            assert [(r["by"], r["size"]) for r in answers[name]] == [(name, size)] * 6
+            assert [r["at"] for r in answers[name]] == [2] * 3 + [6] * 3
+
+
 def test_common_prefix(speed: ModuleType) -> None:
     assert speed.common_prefix([1, 2, 3], [1, 2, 3]) == 3
     assert speed.common_prefix([1, 2, 4], [1, 2, 3]) == 2
@@ -76,10 +133,11 @@ def test_overlap_row(speed: ModuleType) -> None:
     def rounds(*speeds: float) -> list[dict[str, float]]:
         return [{"tokens_per_s": s, "forward_idle": 0.1, "host_us_per_step": 200.0} for s in speeds]
 
-    row = speed._overlap_row(8, rounds(100, 104, 98), rounds(100, 100, 100))
-    assert row["ratio"] == 1.0 and row["met"] is True
+    normal = rounds(*[100] * 6)
+    row = speed._overlap_row(8, rounds(96, 99, 102, 96, 99, 102), normal)
+    assert row["ratio"] == 0.99 and row["met"] is True
     assert row["idle"] == "0.100 / 0.100"
-    assert speed._overlap_row(8, rounds(90, 91, 92), rounds(100, 100, 100))["met"] is False
+    assert speed._overlap_row(8, rounds(90, 91, 92, 90, 91, 92), normal)["met"] is False
 
 
 def test_host_work_of_a_step() -> None:
