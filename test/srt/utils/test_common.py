@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -170,6 +172,39 @@ def test_one_thread_is_the_calling_threads_affair():
     thread.join()
     assert seen == [before, 1, 1]
     assert torch.get_num_threads() == before
+
+
+def test_freed_memory_is_kept() -> None:
+    """Only with GNU's malloc. In a process of its own, since it cannot be undone."""
+    script = """
+import resource
+import threading
+import torch
+from sglang.srt.utils.common import keep_freed_memory
+
+def run():
+    for _ in range(20):
+        parts = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(6)]
+        del parts
+
+def count():
+    run()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    run()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+torch.set_num_threads(1)
+keep_freed_memory()
+# Forwards run on a thread, and threads have arenas of their own.
+thread = threading.Thread(target=count)
+thread.start()
+thread.join()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    # All of it anew would be 20 * 6 * 1024 pages.
+    assert int(done.stdout) < 6 * 1024
 
 
 def test_a_dissolved_team_is_made_anew():
