@@ -168,6 +168,8 @@ def stub_what_is_absent() -> None:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
+            if (self.__name__, name) == ("triton", "runtime"):
+                raise RuntimeError("no active driver")  # what real Triton says without a GPU
             return Anything
 
     class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -182,7 +184,7 @@ def stub_what_is_absent() -> None:
         def exec_module(self, module: types.ModuleType) -> None:
             pass
 
-    wanted = ("torchvision", "compressed_tensors", "sgl_kernel", "IPython")
+    wanted = ("torchvision", "compressed_tensors", "sgl_kernel", "triton", "IPython")
     absent = [name for name in wanted if importlib.util.find_spec(name) is None]
     sys.meta_path.append(Finder())
 
