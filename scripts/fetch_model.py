@@ -300,7 +300,6 @@ def make_model(model_dir: Path, download_dir: Path) -> None:
 @contextlib.contextmanager
 def exclusive(lock_path: Path) -> Iterator[None]:
     """Hold a lock file, waiting (and saying so) for another call that holds it."""
-    lock_path.parent.mkdir(parents=True, exist_ok=True)
     with lock_path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -345,6 +344,11 @@ def main(argv: list[str] | None = None) -> int:
     model_dir: Path = args.output.resolve()
     start = time.monotonic()
     try:
+        if args.verify:
+            problem = problem_with(model_dir)
+            say(f"{shown(model_dir)}{' is whole' if problem is None else f': {problem}'}")
+            return 0 if problem is None else 1
+        model_dir.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(model_dir.parent / ".fetch_model.lock"):
             if not args.force:
                 problem = problem_with(model_dir)
@@ -352,8 +356,6 @@ def main(argv: list[str] | None = None) -> int:
                     say(f"{shown(model_dir)} is whole ({time.monotonic() - start:.1f} s)")
                     return 0
                 say(f"{shown(model_dir)}: {problem}")
-                if args.verify:
-                    return 1
             make_model(model_dir, args.cache_dir.resolve())
     except (FetchError, OSError) as error:
         print(f"fetch_model: error: {error}", file=sys.stderr, flush=True)

@@ -93,6 +93,10 @@ PACKAGE_VARIABLE: Final = "PROVE_FIXES_PACKAGE"
 WRONG_PACKAGE: Final = 64  # pytest's own exit statuses are 0 to 5
 RUN_TIMEOUT_S: Final = 1800.0
 
+_MISFIT: Final = re.compile(
+    r"E?\s*(AttributeError|ImportError|ModuleNotFoundError|NameError|SyntaxError|TypeError)\b"
+)
+
 Say = Callable[[str], None]
 
 
@@ -358,9 +362,12 @@ class Proof:
 
 
 def find_reason(pattern: str, said: str) -> str:
-    """Return the line that `pattern` matches, without pytest's "E", or an empty string."""
+    """Return the line that `pattern` matches, without pytest's "E", or an empty string.
+
+    An error of a test that does not fit the code, such as a name that is not there, is no reason.
+    """
     for line in said.splitlines():
-        if re.search(pattern, line, re.IGNORECASE):
+        if re.search(pattern, line, re.IGNORECASE) and not _MISFIT.match(line):
             return line.removeprefix("E").strip()
     return ""
 

@@ -49,6 +49,11 @@ CACHE: Final = REPO_ROOT / ".cache" / "eagle"
 ASSET: Final = REPO_ROOT / "assets" / "eagle-smollm2-135m"
 
 SEQUENCES: Final = 1408
+# Options that another head comes of.
+MAKES_THE_HEAD: Final = (
+    *("max_new_tokens", "sequences", "text_dtype", "text_batch_size", "temperature"),
+    *("steps", "batch_size", "draft_vocab_size", "learning_rate", "seed"),
+)
 # What the committed head may weigh.
 MAX_BYTES: Final = 10_000_000
 
@@ -253,6 +258,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if name in ("evaluate", "all"):
             _add_evaluate(command)
     args = parser.parse_args(argv)
+    if args.command in ("train", "all") and args.output is None:
+        usual = parser.parse_args([args.command, "--output", str(ASSET)])
+        if any(getattr(args, name) != getattr(usual, name) for name in MAKES_THE_HEAD):
+            parser.error("--output is required for other settings than the committed head's")
+        args.output = ASSET
     if args.command == "all":
         args.draft = args.output
     return args
@@ -277,7 +287,11 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
 def _add_train(command: argparse.ArgumentParser) -> None:
     default = TrainSettings()
     add = command.add_argument
-    add("--output", type=Path, default=ASSET, help="directory of the checkpoint")
+    add(
+        "--output",
+        type=Path,
+        help="directory of the checkpoint; the committed one if nothing else is asked for",
+    )
     add("--steps", type=positive, default=default.steps, help="steps of the optimizer")
     add("--batch-size", type=positive, default=default.batch_size, help="sequences of a step")
     add("--draft-vocab-size", type=positive, default=default.draft_vocab_size, help="tokens")

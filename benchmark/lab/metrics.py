@@ -176,13 +176,16 @@ def add_derived(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def accepted_length(results: Iterable[Mapping[str, Any]]) -> float:
-    """Tokens a request got from one verification, bonus token included; 1 without speculation."""
-    verifications = tokens = 0.0
+    """Tokens a request got from one verification, bonus token included; 1 without speculation.
+
+    Its first token is the prefill's. What was accepted behind a request's end is not counted.
+    """
+    verifications = tokens = 0
     for result in results:
         meta = result["meta_info"]
-        count = meta.get("spec_verify_ct", 0)
-        verifications += count
-        tokens += count * meta.get("spec_accept_length", 0.0)
+        if count := meta.get("spec_verify_ct", 0):
+            verifications += count
+            tokens += meta["completion_tokens"] - 1
     return tokens / verifications if verifications else 1.0
 
 

@@ -94,7 +94,7 @@ def real_draft() -> str:
 
 
 def chat_prompts(model_path: str, count: int) -> list[list[int]]:
-    """Token ids of `count` tasks as the model's chat template has them, each one different."""
+    """Token ids of `count` tasks in the model's chat form, without a system message."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))

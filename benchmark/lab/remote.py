@@ -39,7 +39,7 @@ def environment(threads: int, package: str | None = None) -> dict[str, str]:
     env = dict(os.environ)
     # Checks of every step cost time, and are on in tests.
     env.pop("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", None)
-    # The process has a working directory of its own.
+    # The process has a working directory of its own, which is no place to import from.
     path = [package, BENCHMARK_DIR, *env.get("PYTHONPATH", "").split(os.pathsep)]
     env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in path if entry)
     env |= {
@@ -48,12 +48,13 @@ def environment(threads: int, package: str | None = None) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONSAFEPATH": "1",
     }
     return env
 
 
 class Remote:
-    """Starts ``python -m MODULE OPTIONS`` and asks it.
+    """Starts ``python -m MODULE OPTIONS`` in an empty directory of its own, and asks it.
 
     Parameters
     ----------
@@ -78,11 +79,12 @@ class Remote:
         python: str = sys.executable,
         package: str | None = None,
     ) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="lab-")
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
         self._process = subprocess.Popen(
             [python, "-m", module, *options],
             env=environment(threads, package),
-            cwd=tempfile.gettempdir(),
+            cwd=self._directory.name,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -134,6 +136,7 @@ class Remote:
         self._process.kill()
         self._process.communicate()
         self._log.close()
+        self._directory.cleanup()
 
     def __enter__(self) -> Remote:
         return self

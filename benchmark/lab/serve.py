@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ def serve_session(setup_json: str) -> Handler:
     from lab.workloads import Case, Session, Setup, sampling_params
 
     setup = Setup(**json.loads(setup_json))
-    session = Session(setup, Path(tempfile.mkdtemp(prefix="lab-serve-")))
+    session = Session(setup, Path.cwd())
 
     def handle(question: Mapping[str, Any]) -> dict[str, Any]:
         size, length = question["batch_size"], question["output_len"]

@@ -27,7 +27,7 @@ from lab.remote import Remote, end_with_parent
 from lab.workloads import CASES, Case, Session
 
 # Seconds without a new token after which a mixed workload counts as stalled. A step of the slowest case
-# takes a second on a machine that four others share.
+# takes a second on a busy machine.
 STALL_S = 20.0
 # The same for a workload that tells of no tokens until it is done.
 ROUND_S = 240.0

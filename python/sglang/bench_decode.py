@@ -165,7 +165,8 @@ def accepted_length(results: Sequence[dict[str, Any]]) -> float:
     verifications = sum(meta.get("spec_verify_ct", 0) for meta in metas)
     if not verifications:
         return 1.0
-    tokens = sum(m.get("spec_verify_ct", 0) * m.get("spec_accept_length", 0.0) for m in metas)
+    # The first token of each is the prefill's.
+    tokens = sum(m["completion_tokens"] - 1 for m in metas if m.get("spec_verify_ct", 0))
     return tokens / verifications
 
 
@@ -361,7 +362,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--speculative-draft-model-path", "--draft-path", dest="draft_path", metavar="DIR"
     )
-    engine.add_argument("--speculative-num-steps", type=int, default=3)
+    engine.add_argument("--speculative-num-steps", type=int, help="(default: 3)")
     engine.add_argument("--speculative-eagle-topk", type=int, help="(default: 1, tree: 2)")
     engine.add_argument("--speculative-num-draft-tokens", type=int, help="(default: the engine's)")
     engine.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -411,8 +412,15 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--disable-overlap-schedule and --overlap on contradict each other")
     if args.speculative != "none" and args.draft_path is None:
         raise ValueError(f"--speculative {args.speculative} needs --speculative-draft-model-path")
-    if args.speculative == "none" and args.draft_path is not None:
-        raise ValueError("--speculative-draft-model-path needs --speculative chain or tree")
+    if args.speculative == "none":
+        for option, value in (
+            ("draft-model-path", args.draft_path),
+            ("num-steps", args.speculative_num_steps),
+            ("eagle-topk", args.speculative_eagle_topk),
+            ("num-draft-tokens", args.speculative_num_draft_tokens),
+        ):
+            if value is not None:
+                raise ValueError(f"--speculative-{option} needs --speculative chain or tree")
     topk = args.speculative_eagle_topk
     if args.speculative == "chain" and topk not in (None, 1):
         raise ValueError(f"--speculative chain has --speculative-eagle-topk 1, got {topk}")
@@ -445,7 +453,9 @@ def server_args(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
         made |= {
             "speculative_algorithm": "EAGLE",
             "speculative_draft_model_path": args.draft_path,
-            "speculative_num_steps": args.speculative_num_steps,
+            "speculative_num_steps": 3
+            if args.speculative_num_steps is None
+            else args.speculative_num_steps,
             "speculative_eagle_topk": args.speculative_eagle_topk or default_topk,
             "speculative_num_draft_tokens": args.speculative_num_draft_tokens,
         }

@@ -100,8 +100,9 @@ def test_mixed_steps_decode() -> None:
 
 def test_accepted_length_weighs_requests_by_their_verifications() -> None:
     results = [
-        records.result(1, [0] * 10, spec_verify_ct=1, spec_accept_length=4.0),
-        records.result(1, [0] * 10, spec_verify_ct=3, spec_accept_length=2.0),
+        # The first token is the prefill's; the engine's own figure counts what was cut off, too.
+        records.result(1, [0] * 5, spec_verify_ct=1, spec_accept_length=4.5),
+        records.result(1, [0] * 7, spec_verify_ct=3, spec_accept_length=2.5),
         records.result(1, [0]),
     ]
     assert metrics.accepted_length(results) == pytest.approx((1 * 4 + 3 * 2) / 4)

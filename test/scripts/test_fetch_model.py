@@ -42,6 +42,13 @@ def test_a_damaged_or_absent_file_is_noticed(model_dir: Path, name: str) -> None
     assert main(["--output", str(model_dir), "--verify"]) == 1
 
 
+def test_to_verify_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_dir = tmp_path / "models" / "none"
+    assert main(["--output", str(model_dir), "--verify"]) == 1
+    assert "none: " in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_manifest_cannot_vouch_for_other_weights(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

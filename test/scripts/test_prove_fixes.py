@@ -285,6 +285,13 @@ E   KeyError: 3</failure></testcase></testsuite></testsuites>"""
     assert (read.name, read.status, read.proves) == ("test_x::TestA::test_y[1]", "failed", True)
     assert find_reason("leak", read.said) == ""
     assert find_reason("KEYERROR", read.said) == "KeyError: 3"
+    for misfit in (
+        "E   AttributeError: 'ScheduleBatch' object has no attribute 'is_prefill_only'",
+        "TypeError: to() got an unexpected keyword argument 'is_prefill_only'",
+        "ImportError: cannot import name 'is_prefill_only'",
+    ):
+        assert find_reason("is_prefill_only", misfit) == ""
+    assert find_reason("leak", "TypeError: x\nE   RuntimeError: memory leak") != ""
 
 
 def test_a_failure_and_an_error_in_teardown_are_one_failed_test(tmp_path: Path) -> None:

@@ -425,6 +425,19 @@ def test_a_missing_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no model at" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "all"])
+@pytest.mark.parametrize("other", [["--steps", "5"], ["--sequences", "8"], ["--seed", "1"]])
+def test_another_head_does_not_take_the_place_of_the_committed_one(
+    command: str, other: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train_eagle_head.parse_args([command, *other])
+    assert "--output is required" in capsys.readouterr().err
+    assert train_eagle_head.parse_args([command]).output == train_eagle_head.ASSET
+    elsewhere = [command, "--output", "x", *other]
+    assert train_eagle_head.parse_args(elsewhere).output == Path("x")
+
+
 @pytest.mark.parametrize("command", ["generate", "train", "evaluate", "all"])
 def test_every_stage_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:

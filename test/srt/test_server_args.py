@@ -106,7 +106,7 @@ BAD = {
     "tokenizer_path": [3, ["x"]],
     "skip_tokenizer_init": [1, 0, "yes", []],
     "load_format": ["gguf", "", 3, "AUTO"],
-    "device": ["tpu", "", 3, Path("cpu")],
+    "device": ["tpu", "", 3, Path("cpu"), "cuda:1", "cpu:0"],
     "dtype": ["int8", "fp32", "", 16, Path("half"), torch.float32],
     "context_length": [0, 1, -5, 2.0, "64", True],
     "page_size": [0, -1, 1.0, "16", True, NAN],

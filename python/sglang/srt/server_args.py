@@ -59,7 +59,7 @@ class ServerArgs:
     max_prefill_tokens : int
         Most prompt tokens in one forward of several prompts.
     enable_mixed_chunk : bool
-        Let a prefill forward carry the running requests' decode tokens too.
+        Let a prefill forward carry the running requests' decode tokens too, if prompts are split.
     disable_overlap_schedule : bool
         Prepare a step only when the one before it is done.
     schedule_conservativeness : float
@@ -188,6 +188,8 @@ class ServerArgs:
         )
         self._require("load_format", self.load_format in _LOAD_FORMATS, f"one of {_LOAD_FORMATS}")
         self._require("model_path", os.path.isdir(self.model_path), "a directory that exists")
+        if ":" in self.device:
+            raise ValueError(f"device must be a name without an index, got {self.device!r}")
         if not get_platform(self.device).is_available():
             raise ValueError(f"device {self.device!r} is not available on this machine")
         for name in ("page_size", "max_total_tokens", "max_running_requests", "max_prefill_tokens"):

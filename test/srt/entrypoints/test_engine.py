@@ -444,6 +444,26 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"token_ids_logprob": 5, **IDS}, "token_ids_logprob must be a list, got 5"),
     ({"token_ids_logprob": [[1], [2]], **IDS}, "token_ids_logprob has 2 entries for 1 prompts"),
     ({"return_logprob": [True, True], **IDS}, "return_logprob has 2 entries for 1 prompts"),
+    ({"return_logprob": "no", **IDS}, "return_logprob must be True or False, got 'no'"),
+    ({"return_hidden_states": 1, **IDS}, "return_hidden_states must be True or False, got 1"),
+    (
+        {"return_hidden_states": [True, True], **IDS},
+        "return_hidden_states has 2 entries for 1 prompts",
+    ),
+    (
+        {"sampling_params": {"min_new_tokens": 1, "stop_token_ids": list(range(64))}, **IDS},
+        "min_new_tokens must be 0 where all tokens end the output, got 1",
+    ),
+    (
+        {
+            "sampling_params": {
+                "min_new_tokens": 1,
+                "stop_token_ids": [t for t in range(64) if t != 2],
+            },
+            **IDS,
+        },
+        "min_new_tokens must be 0 where all tokens end the output, got 1",
+    ),
     ({"rid": 5, **IDS}, "rid must be a string of its own, got 5"),
     ({"rid": ["a", "a"], "input_ids": [[5], [9]]}, "rid must be a string of its own, got 'a'"),
     ({"rid": ["a"], "input_ids": [[5], [9]]}, "rid has 1 entries for 2 prompts"),
@@ -465,6 +485,49 @@ def test_what_is_not_valid_is_refused_in_the_callers_face(
         engine.generate(stream=True, **arguments)
     assert engine.scheduler.forward_ct == forwards
     assert not engine._router._receivers
+
+
+def test_to_stream_is_a_yes_or_no(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="stream must be True or False, got 'false'"):
+        engine.generate(stream="false", **IDS)
+
+
+def test_hidden_states_are_for_those_who_ask(engine: Engine) -> None:
+    results = engine.generate(
+        input_ids=[[5, 9], [7]],
+        sampling_params={"max_new_tokens": 2},
+        return_hidden_states=[False, True],
+    )
+    assert ["hidden_states" in r["meta_info"] for r in results] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("query", "items", "said"),
+    [
+        ("abc", [[1, 2]], r"items \[1, 2\]"),
+        ([1], ["x"], "items 'x'"),
+        (None, [[1]], "query None"),
+        (5, [[1]], "query 5"),
+        ([1], [[1], 7], "items 7"),
+    ],
+)
+def test_text_and_ids_are_not_mixed_in_a_score(
+    query: Any, items: Any, said: str, engine: Engine
+) -> None:
+    with pytest.raises(ValueError, match=f"query and items must both be .* got {said}"):
+        engine.score(query, items, [5])
+
+
+def test_parameters_that_change_later_change_nothing(text_engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=20, temperature=0, ignore_eos=True)
+    expected = text_engine.generate("abc", params)["text"]
+    before = dict(vars(params))
+    stream = text_engine.generate("abc", params, stream=True)
+    next(stream)
+    assert vars(params) == before
+    params.stop_strs = [expected[0]]
+    *_, last = stream
+    assert last["text"] == expected
 
 
 def test_text_that_cannot_be_encoded_is_refused(text_engine: Engine) -> None:
@@ -543,7 +606,12 @@ def test_an_abort_ends_a_request_with_what_it_has(
         next(stream)
     engine.abort_request("x")
     *_, last = stream
-    assert last["meta_info"]["finish_reason"] == {"type": "abort", "message": "Aborted"}
+    assert last["meta_info"]["finish_reason"] == {
+        "type": "abort",
+        "message": "Aborted",
+        "status_code": None,
+        "err_type": None,
+    }
     assert 3 <= len(last["output_ids"]) < 250
     make_referee().judge(ask, last)
 

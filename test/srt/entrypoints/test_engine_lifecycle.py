@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers import scheduler
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import StepRecord
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -402,6 +404,61 @@ def test_an_observer_may_end_the_engine(make_engine: Callable[..., Engine]) -> N
     assert result["meta_info"]["finish_reason"]["type"] == "abort"
     assert 3 <= len(result["output_ids"]) <= 8
     engines.clear()
+
+
+@LOOPS
+@pytest.mark.parametrize("params", [SHORT, {"max_new_tokens": 0}], ids=["generate", "score"])
+def test_no_one_sleeps_while_requests_wait(
+    params: dict[str, Any],
+    overlap: bool,
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of a batch end at once, and others wait for their places."""
+    timeouts = []
+
+    class Inbox(queue.SimpleQueue):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            if timeout is not None:
+                timeouts.append(timeout)
+            return super().get(block, timeout)
+
+    monkeypatch.setattr(scheduler.queue, "SimpleQueue", Inbox)
+    with make_engine(disable_overlap_schedule=not overlap, max_running_requests=2) as engine:
+        results = engine.generate(input_ids=[[5 + i, 9] for i in range(8)], sampling_params=params)
+    assert len(results) == 8
+    assert timeouts == []
+
+
+def test_the_second_who_shuts_an_engine_down_waits_too(make_engine: Callable[..., Engine]) -> None:
+    """Also where the first could not, being one of its threads."""
+    shut = threading.Event()
+
+    def observer(record: StepRecord) -> None:
+        engine.shutdown()
+        shut.set()
+        time.sleep(0.2)
+
+    engine = make_engine(observer=observer)
+    with contextlib.suppress(RuntimeError):
+        engine.generate(input_ids=[5], sampling_params=SHORT)
+    assert shut.wait(SOON)
+    engine.shutdown()
+    assert not engine._thread.is_alive()
+
+
+def test_a_directory_of_another_kind_of_model_is_named(paths: Any) -> None:
+    def refused(*args: Any, **kwargs: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            Engine(*args, skip_tokenizer_init=True, **kwargs)
+        return str(caught.value)
+
+    assert refused(paths.draft).startswith("model_path must be the directory of a LlamaForCausalLM")
+    said = refused(
+        paths.target, speculative_algorithm="EAGLE", speculative_draft_model_path=paths.target
+    )
+    assert said.startswith("speculative_draft_model_path must be the directory of a Llama")
+    assert said.endswith("of a LlamaForCausalLM")
 
 
 def test_an_observer_sees_every_step(make_engine: Callable[..., Engine], paths: Any) -> None:

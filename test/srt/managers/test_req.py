@@ -187,7 +187,12 @@ def test_an_abort_takes_effect_with_the_next_result(req: Callable[..., Req]) -> 
     r.to_finish = FINISH_ABORT("enough")
     assert not r.finished()
     assert feed(r, one_by_one([8, 9])) == [7, 8]
-    assert r.finished_reason.to_json() == {"type": "abort", "message": "enough"}
+    assert r.finished_reason.to_json() == {
+        "type": "abort",
+        "message": "enough",
+        "status_code": None,
+        "err_type": None,
+    }
     assert r.to_finish is None
 
 

@@ -150,6 +150,17 @@ def test_a_cut_prompt_goes_on_first_and_leaves_the_rest(adder: Adder, req: MakeR
     assert a.new_chunked_req.rid == "b"
 
 
+def test_the_limit_of_a_forward_is_for_a_prompt_that_goes_on_too(
+    adder: Adder, req: MakeReq
+) -> None:
+    r = req(100, "a")
+    r.prefix_indices = list(range(7))
+    a = adder(rem_chunk_tokens=64, rem_input_tokens=16)
+    assert a.add_chunked_req(r)
+    assert a.add_one_req(req(3, "b")) is OTHER
+    assert runs(a) == [("a", 16)]
+
+
 def test_only_one_prompt_is_cut(adder: Adder, req: MakeReq) -> None:
     """A page is left behind the first cut, but not a second cut prompt."""
     a = adder(page_size=4, rem_chunk_tokens=10)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -71,7 +71,10 @@ def attach(runner, reference):
 @pytest.mark.parametrize("layers", [1, 2])
 def test_features_of_a_prompt_and_of_drafting(layers, tmp_path, make_runner):
     reference = Reference(tmp_path, layers)
-    runner = attach(make_runner(tmp_path), reference)
+    check_features(attach(make_runner(tmp_path), reference), reference)
+
+
+def check_features(runner, reference):
     tokens, features = torch.randint(0, VOCAB, (20,)), torch.randn(20, HIDDEN)
     expected = reference.features(tokens, features)
     out = runner.hidden(ForwardMode.EXTEND, [1], [tokens[:14]], [0], features=features[:14])
@@ -108,6 +111,18 @@ def test_without_a_list_of_tokens_ids_are_the_target_s(tmp_path, make_runner):
     )
     ids = torch.tensor([4, 2])
     assert torch.equal(model.to_target_ids(ids), ids)
+
+
+def test_a_checkpoint_in_the_form_of_eagle_s_authors(tmp_path, make_runner):
+    """No norm at the first layer's input, and a copy of the target's embedding, which is not used."""
+    reference = Reference(tmp_path, layers=2)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["layers.0.input_layernorm.weight"]
+    weights["embed_tokens.weight"] = torch.full((VOCAB, HIDDEN), 1e4)
+    weights["lm_head.weight"] = torch.full((VOCAB, HIDDEN), 1e4)
+    save_file(weights, tmp_path / "model.safetensors")
+    reference.model.layers[0].input_layernorm = torch.nn.Identity()
+    check_features(attach(make_runner(tmp_path), reference), reference)
 
 
 def test_hot_tokens_outside_the_vocabulary_are_refused(tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models import model_loader
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.model_loader import dummy_weights, load_model, read_safetensors
 
@@ -195,3 +196,25 @@ def test_read_safetensors_yields_what_was_written(tmp_path):
     read = dict(read_safetensors(tmp_path))
     assert read.keys() == written.keys()
     assert all(torch.equal(read[n], written[n]) for n in written)
+
+
+def test_an_old_safetensors_tells_names_in_another_order(tmp_path, monkeypatch):
+    weights = {"a": torch.ones(2), "b": torch.zeros(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    open_file = model_loader.safe_open
+
+    class Old:
+        """Without offset_keys, which came later."""
+
+        def __init__(self, *args, **kwargs):
+            self.file = open_file(*args, **kwargs)
+            self.keys, self.get_tensor = self.file.keys, self.file.get_tensor
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc_info):
+            pass
+
+    monkeypatch.setattr(model_loader, "safe_open", Old)
+    assert {n: t.tolist() for n, t in read_safetensors(tmp_path)} == {"a": [1, 1], "b": [0, 0, 0]}

@@ -61,16 +61,23 @@ def test_a_host_tensor_comes_back_as_it_is() -> None:
     assert to_host_async(tensor) is tensor
 
 
-@pytest.mark.parametrize("word", ["1", "true", "TRUE", " yes ", "on"])
+@pytest.mark.parametrize("word", ["1", "2", "true", "TRUE", " yes ", "on"])
 def test_words_that_mean_yes(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_TEST_SWITCH", word)
     assert get_bool_env_var("SGLANG_TEST_SWITCH")
 
 
-@pytest.mark.parametrize("word", ["0", "false", "no", "off", "", "2"])
+@pytest.mark.parametrize("word", ["0", "false", "No", "off", ""])
 def test_words_that_mean_no(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_TEST_SWITCH", word)
     assert not get_bool_env_var("SGLANG_TEST_SWITCH", default=True)
+
+
+@pytest.mark.parametrize("word", ["y", "ture", "-1", "1.0"])
+def test_words_that_mean_nothing(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_TEST_SWITCH", word)
+    with pytest.raises(ValueError, match=f"SGLANG_TEST_SWITCH must be a switch .*got '{word}'"):
+        get_bool_env_var("SGLANG_TEST_SWITCH")
 
 
 @pytest.mark.parametrize("default", [True, False])

@@ -122,6 +122,18 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
 
 
 @pytest.mark.parametrize("place", ["file", "config"])
+def test_a_template_may_be_one_of_several(configured: Callable) -> None:
+    templates = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "[hi]"}]
+    assert configured(chat_template=templates).apply_chat_template(TALK) == "[hi]"
+    with pytest.raises(ValueError, match="no chat template"):
+        configured(chat_template=templates[:1]).apply_chat_template(TALK)
+
+
+def test_a_special_token_that_is_not_there_is_no_text(configured: Callable) -> None:
+    template = "{{ bos_token }}hi{{ eos_token }}"
+    assert configured(chat_template=template, bos_token=None).apply_chat_template(TALK) == "hi"
+
+
 def test_a_chat_template_is_rendered(configured: Callable, place: str) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     if place == "file":

@@ -16,7 +16,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model, as its directory describes it, with the defaults of Hugging Face's ``LlamaConfig``.
+    """A model, as its directory describes it. What config.json leaves out, but for the widths and the
+    number of layers and heads, has the default of Hugging Face's ``LlamaConfig``.
 
     Attributes
     ----------
@@ -218,7 +219,7 @@ def _read_fields(reader: _Reader) -> dict[str, Any]:
 def _refuse_variants(reader: _Reader) -> None:
     """Refuse what would load but compute something else than the model's authors meant."""
     values = reader.values
-    if values.get("hidden_act", "silu") != "silu":
+    if (values.get("hidden_act") or "silu") != "silu":
         raise reader.wrong("hidden_act", "must be 'silu'")
     if values.get("quantization_config"):
         raise reader.wrong("quantization_config", "is not supported")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import math
 import queue
@@ -197,8 +198,13 @@ class Engine:
         self._finalizer = weakref.finalize(self, _stop, self.scheduler, self._router, self._thread)
 
     def shutdown(self) -> None:
-        """Abort what runs and end the engine's threads. A second call does nothing."""
+        """Abort what runs, and return once the engine's threads have ended.
+
+        On a thread of the engine itself, such as in an observer, return at once.
+        """
         self._finalizer()
+        if threading.get_ident() not in self.scheduler.own_threads:
+            self._thread.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -217,7 +223,7 @@ class Engine:
         logprob_start_len: int | list[int] | None = None,
         top_logprobs_num: int | list[int] | None = None,
         token_ids_logprob: list[int] | list[list[int]] | None = None,
-        return_hidden_states: bool = False,
+        return_hidden_states: bool | list[bool] = False,
         stream: bool = False,
         rid: str | list[str] | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
@@ -231,15 +237,15 @@ class Engine:
             Fields of `SamplingParams`; one dict goes for all prompts.
         input_ids : list of int or list of list of int
             Token ids, or else `prompt`.
-        return_logprob : bool
+        return_logprob : bool or list of bool
             Whether to return logprobs of output tokens and, from `logprob_start_len` on, of the prompt.
-        logprob_start_len : int, optional
+        logprob_start_len : int or list of int, optional
             First position of the prompt to return; -1, the default, for none.
-        top_logprobs_num : int, optional
+        top_logprobs_num : int or list of int, optional
             Best candidates to return at each position.
-        token_ids_logprob : list of int, optional
+        token_ids_logprob : list of int or list of list of int, optional
             Tokens whose logprobs to return at each position.
-        return_hidden_states : bool
+        return_hidden_states : bool or list of bool
             Whether to return the last layer's output for each token that ran.
         stream : bool
             Return an iterator, whose items hold all that is known so far.
@@ -287,7 +293,7 @@ class Engine:
         logprob_start_len: int | list[int] | None = None,
         top_logprobs_num: int | list[int] | None = None,
         token_ids_logprob: list[int] | list[list[int]] | None = None,
-        return_hidden_states: bool = False,
+        return_hidden_states: bool | list[bool] = False,
         stream: bool = False,
         rid: str | list[str] | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]] | AsyncIterator[dict[str, Any]]:
@@ -372,10 +378,17 @@ class Engine:
             raise ValueError("label_token_ids must not be empty")
         if isinstance(items, str) or (items and isinstance(items[0], int)):
             items = [items]
+        text = isinstance(query, str)
+        kind = str if text else list
+        for name, value in (("query", query), *(("items", item) for item in items)):
+            if not isinstance(value, kind):
+                raise ValueError(
+                    f"query and items must both be text, or both lists of token ids, "
+                    f"got {name} {value!r}"
+                )
         prompts = [item + query if item_first else query + item for item in items]
         if not prompts:
             return []
-        text = isinstance(query, str)
         results = self.generate(
             prompt=prompts if text else None,
             input_ids=None if text else prompts,
@@ -394,9 +407,12 @@ class Engine:
             raise RuntimeError(f"a scoring request was aborted: {reason['message']}")
         (pairs,) = result["meta_info"]["output_token_ids_logprobs"]
         by_token = {token: logprob for logprob, token, _ in pairs}
-        scores = [math.exp(by_token[token]) for token in label_token_ids]
-        total = sum(scores)
-        return [score / total for score in scores] if apply_softmax else scores
+        logprobs = [by_token[token] for token in label_token_ids]
+        if not apply_softmax:
+            return [math.exp(logprob) for logprob in logprobs]
+        # Relative to the largest, which so cannot underflow.
+        scores = [math.exp(logprob - max(logprobs)) for logprob in logprobs]
+        return [score / sum(scores) for score in scores]
 
 
 class _Call:
@@ -415,21 +431,25 @@ class _Call:
                 "return_logprob",
                 "logprob_start_len",
                 "top_logprobs_num",
+                "return_hidden_states",
                 "rid",
             )
         }
+        stream = _flag("stream", arguments["stream"])
         wanted_ids = self._spread_ids(arguments["token_ids_logprob"], n)
         self.requests = [
             TokenizedGenerateReqInput(
                 rid=uuid.uuid4().hex if spread["rid"][i] is None else spread["rid"][i],
                 input_ids=self._encode(prompts[i]),
                 sampling_params=self._params(spread["sampling_params"][i]),
-                stream=arguments["stream"],
-                return_logprob=bool(spread["return_logprob"][i]),
+                stream=stream,
+                return_logprob=_flag("return_logprob", spread["return_logprob"][i]),
                 logprob_start_len=_default(spread["logprob_start_len"][i], -1),
                 top_logprobs_num=_default(spread["top_logprobs_num"][i], 0),
                 token_ids_logprob=wanted_ids[i],
-                return_hidden_states=bool(arguments["return_hidden_states"]),
+                return_hidden_states=_flag(
+                    "return_hidden_states", spread["return_hidden_states"][i]
+                ),
             )
             for i in range(n)
         ]
@@ -437,6 +457,7 @@ class _Call:
             error = engine.scheduler.check_request(request)
             if error is not None:
                 raise ValueError(error if self.is_single else f"prompt {index}: {error}")
+            request.is_checked = True
         self.unfinished = set(range(n))
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
 
@@ -490,7 +511,7 @@ class _Call:
 
     def _params(self, given: Any) -> SamplingParams:
         if isinstance(given, SamplingParams):
-            params = given
+            params = copy.copy(given)
         elif given is None or isinstance(given, dict):
             params = SamplingParams.from_dict(given or {})
         else:
@@ -606,6 +627,12 @@ class _Call:
             "output_top_logprobs": [triples(p) for p in logprobs.output_top],
             "output_token_ids_logprobs": [triples(p) for p in logprobs.output_token_ids],
         }
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def _default(value: Any, default: Any) -> Any:

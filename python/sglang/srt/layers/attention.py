@@ -254,6 +254,9 @@ class TorchAttentionBackend:
         if visible is None:
             last_visible = positions.view(batch_size, tokens, 1)
             visible = torch.arange(length, device=positions.device) <= last_visible
+        # What no query sees may be another request's, and broken: a NaN is not hidden by a mask. So a
+        # request's own first token stands there.
+        kv_indices = torch.where(visible.any(dim=1), kv_indices, kv_indices[:, :1])
         mask = self._additive(visible)[:, None, None]
         copies = self.group if tokens > 1 else 1
         mask = mask.expand(-1, self.num_kv_heads, copies, -1, -1)

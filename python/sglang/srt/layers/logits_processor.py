@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 _CHUNK_ELEMENTS = 1 << 25
-"""Logits that exist at once while input logprobs are computed: 128 MiB in float32."""
+"""Logits in a chunk of input logprobs: 128 MiB in float32, and as much again for their log-softmax."""
 
 
 class SupportsLogits(Protocol):
@@ -366,12 +366,12 @@ class LogitsProcessor:
 
     Input logprobs are the log-softmax in float32 of the model's logits: no temperature, no penalties,
     no bias. They are computed in chunks of rows, so that a long prompt times a large vocabulary needs
-    no more memory than `max_logits`.
+    no more memory than twice `max_logits`.
 
     Parameters
     ----------
     max_logits : int
-        Most logits that exist at once for input logprobs.
+        Most logits in a chunk of input logprobs.
     """
 
     def __init__(self, max_logits: int = _CHUNK_ELEMENTS) -> None:

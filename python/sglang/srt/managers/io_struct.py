@@ -11,7 +11,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 @dataclass
 class TokenizedGenerateReqInput:
-    """A request at the scheduler's door. Fields as in `Req`."""
+    """A request at the scheduler's door. Fields as in `Req`.
+
+    `is_checked` says that `Scheduler.check_request` has been asked already.
+    """
 
     rid: str
     input_ids: list[int]
@@ -22,6 +25,7 @@ class TokenizedGenerateReqInput:
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
     return_hidden_states: bool = False
+    is_checked: bool = False
 
 
 @dataclass

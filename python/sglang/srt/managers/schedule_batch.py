@@ -2,7 +2,8 @@
 
 A `ScheduleBatch` is the host's view of a batch. The scheduler merges, filters and prepares it; what a
 forward needs of it is copied into a `ForwardBatch`, whose tensors no one writes to afterwards. So
-nothing here changes a tensor in place: a forward that reads the old one may be running.
+nothing here changes a tensor in place that a forward may read: the rows of `ReqToTokenPool` and the
+counts of penalizers are written in place, and forwards get copies of them.
 """
 
 from __future__ import annotations
@@ -71,12 +72,15 @@ class FINISH_LENGTH(BaseFinishReason):
 
 @dataclass
 class FINISH_ABORT(BaseFinishReason):
-    """The request was refused or given up."""
+    """The request was refused or given up.
+
+    Upstream's ``status_code`` and ``err_type`` are for its HTTP server; here they are None.
+    """
 
     message: str = "Aborted"
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "abort", "message": self.message}
+        return {"type": "abort", "message": self.message, "status_code": None, "err_type": None}
 
 
 @dataclass
@@ -352,7 +356,8 @@ class ScheduleBatch:
     # Whether to return hidden states
     return_hidden_states: bool = False
 
-    # Whether no request of this batch decodes: all of them are done with their prefill
+    # Whether no request of this batch decodes: all of them are done with their prefill. `filter_batch`
+    # leaves it: where only such requests stay, one more step drops out of them
     is_prefill_only: bool = False
 
     @classmethod
@@ -628,8 +633,6 @@ class ScheduleBatch:
         other : ScheduleBatch
             Is used up.
         """
-        # Penalizers of one side that only the other side needs are made from the side's own requests,
-        # so this comes before the requests are joined.
         self.sampling_info.merge_batch(other.sampling_info)
 
         self.req_pool_indices = torch.cat([self.req_pool_indices, other.req_pool_indices])
@@ -671,7 +674,7 @@ class ScheduleBatch:
         return ForwardBatch(
             forward_mode=self.forward_mode,
             batch_size=len(self.reqs),
-            input_ids=self.input_ids,
+            input_ids=None if speculate else self.input_ids,
             positions=self._positions() if not speculate else None,
             out_cache_loc=self.out_cache_loc,
             req_pool_indices=self.req_pool_indices,

@@ -104,7 +104,8 @@ class PrefillAdder:
             False if there is no KV for any of it now.
         """
         req.init_next_round_input()
-        length = self._chunk_len(req, min(self.rem_chunk_tokens, self.cur_rem_tokens))
+        room = min(self.rem_chunk_tokens, max(self.rem_input_tokens, self.page_size))
+        length = self._chunk_len(req, min(room, self.cur_rem_tokens))
         if length <= 0:
             return False
         self._add(req, length)
@@ -112,6 +113,8 @@ class PrefillAdder:
 
     def add_one_req(self, req: Req) -> AddReqResult:
         """Start a waiting request if there is room for it."""
+        if self._is_exhausted():
+            return AddReqResult.OTHER
         req.init_next_round_input()
         need = ceil_align(req.extend_input_len, self.page_size) + self._reserve(req)
         # With nothing else running the pool is the request's own: waiting would not make more room.
@@ -131,7 +134,12 @@ class PrefillAdder:
         if ceil_align(length, self.page_size) > self.cur_rem_tokens:
             return AddReqResult.NO_TOKEN
         self._add(req, length)
-        exhausted = self.rem_input_tokens <= 0 or (
+        return AddReqResult.OTHER if self._is_exhausted() else AddReqResult.CONTINUE
+
+    def _is_exhausted(self) -> bool:
+        """Whether the forward has as many tokens as it may."""
+        if not self.can_run_list:
+            return False
+        return self.rem_input_tokens <= 0 or (
             self.rem_chunk_tokens is not None and self.rem_chunk_tokens <= 0
         )
-        return AddReqResult.OTHER if exhausted else AddReqResult.CONTINUE

@@ -124,10 +124,10 @@ class Scheduler(SchedulerOutputProcessorMixin):
         self.tokenizer = tokenizer
         self.observer = observer
         self.enable_overlap = not server_args.disable_overlap_schedule
-        self.is_mixed_chunk = server_args.enable_mixed_chunk
         self.chunked_prefill_size = (
             None if server_args.chunked_prefill_size == -1 else server_args.chunked_prefill_size
         )
+        self.is_mixed_chunk = server_args.enable_mixed_chunk and bool(self.chunked_prefill_size)
         self.spec_algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
         self.spec_alloc_len = server_args.spec_alloc_len
         self.platform = get_platform(server_args.device)
@@ -138,6 +138,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
             dtype=server_args.torch_dtype,
             context_length=server_args.context_length,
         )
+        _require_architecture("model_path", self.model_config, "LlamaForCausalLM")
         self.eos_token_ids = set(self.model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids.add(tokenizer.eos_token_id)
@@ -172,6 +173,8 @@ class Scheduler(SchedulerOutputProcessorMixin):
         self.check_idle = get_bool_env_var("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", True)
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._stopped = False
+        # Whether the last pass of the loop found nothing to run and no result to handle.
+        self._was_idle = False
 
     def _init_pools(self) -> None:
         args = self.server_args
@@ -204,6 +207,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         draft_config = ModelConfig.from_path(
             args.speculative_draft_model_path, dtype=self.model_config.dtype
         )
+        _require_architecture("speculative_draft_model_path", draft_config, "LlamaForCausalLMEagle")
         self.draft_runner = model_runner_class(
             args, draft_config, self.device, self.max_total_num_tokens, is_draft_worker=True
         )
@@ -266,8 +270,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
             batch = self.get_next_batch_to_run()
             self.cur_batch = batch
             if batch:
-                handle, record = self.run_batch(batch, started)
-                self.process_batch_result(batch.copy(), handle, record)
+                self.process_batch_result(batch.copy(), *self.run_batch(batch, started))
             else:
                 self.self_check_during_idle()
             self.last_batch = batch
@@ -281,8 +284,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
             batch = self.get_next_batch_to_run()
             self.cur_batch = batch
             if batch:
-                handle, record = self.run_batch(batch, started)
-                self.result_queue.append((batch.copy(), handle, record))
+                self.result_queue.append((batch.copy(), *self.run_batch(batch, started)))
             if self.last_batch:
                 self.process_batch_result(*self.result_queue.popleft())
             elif batch is None:
@@ -296,7 +298,10 @@ class Scheduler(SchedulerOutputProcessorMixin):
         self._inbox.put(message)
 
     def stop(self) -> None:
-        """Make `run` return once what it was told before is done. Any thread may call this."""
+        """Make `run` return once nothing is left to do. Any thread may call this.
+
+        A request that arrives later is refused.
+        """
         self._inbox.put(_SHUTDOWN)
 
     def _receive(self) -> bool:
@@ -316,11 +321,13 @@ class Scheduler(SchedulerOutputProcessorMixin):
         """Messages that have come in."""
         messages = []
         if self.cur_batch is None and self.last_batch is None and not self._stopped:
-            # Nothing in flight. With requests left over something may be waiting for a free slot, so
-            # do not sleep for good.
-            timeout = None if self._has_nothing_to_do() else 0.001
-            with contextlib.suppress(queue.Empty):
-                messages.append(self._inbox.get(timeout=timeout))
+            # Nothing in flight. Where requests are left, the next pass finds room for one or gives one
+            # up; should it not, do not wait at full speed.
+            if self._has_nothing_to_do():
+                messages.append(self._inbox.get())
+            elif self._was_idle:
+                with contextlib.suppress(queue.Empty):
+                    messages.append(self._inbox.get(timeout=0.001))
         with contextlib.suppress(queue.Empty):
             while True:
                 messages.append(self._inbox.get_nowait())
@@ -385,11 +392,21 @@ class Scheduler(SchedulerOutputProcessorMixin):
             params.verify(vocab_size)
         except ValueError as error:
             return str(error)
+        if (
+            params.min_new_tokens > 0
+            and len(params.stop_token_ids | self.eos_token_ids) >= vocab_size
+        ):
+            return (
+                "min_new_tokens must be 0 where all tokens end the output, "
+                f"got {params.min_new_tokens}"
+            )
         return None
 
     def handle_generate_request(self, request: TokenizedGenerateReqInput) -> None:
         """Queue a request, or answer with an abort that says what is wrong with it."""
-        error = self.check_request(request)
+        error = None if request.is_checked else self.check_request(request)
+        if self._stopped:
+            error = "the engine is shut down"
         if error is not None:
             self.send_output(
                 BatchTokenIDOutput(request.rid, [], FINISH_ABORT(error), None, None, {})
@@ -662,6 +679,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         self, batch: ScheduleBatch, handle: ForwardHandle, record: StepRecord | None = None
     ) -> None:
         """Wait for a batch's results and act on them."""
+        self._was_idle = False
         started = time.perf_counter()
         result = handle.wait()
         waited = time.perf_counter()
@@ -689,6 +707,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         RuntimeError
             If KV slots or rows of the request pool are not free.
         """
+        self._was_idle = True
         if self.waiting_queue or self.chunked_req is not None:
             self._unblock()
             return
@@ -737,6 +756,14 @@ class Scheduler(SchedulerOutputProcessorMixin):
         rows = [req.req_pool_idx for req in holders] + self.req_to_token_pool.free_slots
         if sorted(rows) != list(range(self.req_to_token_pool.size)):
             raise RuntimeError(f"rows of the request pool do not add up: {sorted(rows)}")
+
+
+def _require_architecture(field: str, config: ModelConfig, architecture: str) -> None:
+    if config.architecture != architecture:
+        raise ValueError(
+            f"{field} must be the directory of a {architecture}, "
+            f"got {str(config.model_path)!r} of a {config.architecture}"
+        )
 
 
 def _is_int(value: Any) -> bool:

@@ -76,11 +76,12 @@ class SchedulerOutputProcessorMixin:
                 new = accept_lens[i]
                 req.output_ids.extend(next_token_ids[i][:new])
                 req.spec_verify_ct += 1
-                req.spec_accepted_tokens += new
                 # `prepare_for_decode` counted one of them.
                 req.kv_committed_len += new - 1
             kept = self._settle(req, new)
             num_tokens += kept
+            if accept_lens is not None:
+                req.spec_accepted_tokens += kept
             if req.return_logprob:
                 self._add_output_logprobs(req, output, i, new)
             if req.return_hidden_states and output.hidden_states is not None:

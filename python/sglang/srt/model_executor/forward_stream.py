@@ -112,7 +112,7 @@ class ThreadForwardStream(ForwardStream):
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: ForwardHandle | None = None
+        self._last_done: threading.Event | None = None
 
     def start(self, thread_context: Callable[[], contextlib.AbstractContextManager]) -> None:
         self._thread = threading.Thread(
@@ -139,18 +139,18 @@ class ThreadForwardStream(ForwardStream):
                 handle._run()
             else:
                 handle._fail(error)
-            # A result must not stay alive until the next one comes.
+            # An idle thread holds nothing of the last forward.
             del handle
 
     def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
         handle = ForwardHandle(fn)
-        self._last = handle
+        self._last_done = handle._done
         self._queue.put(handle)
         return handle
 
     def drain(self) -> None:
-        if self._last is not None:
-            self._last._done.wait()
+        if self._last_done is not None:
+            self._last_done.wait()
 
     def close(self) -> None:
         if self._thread is not None:
@@ -187,7 +187,7 @@ class CudaForwardStream(ForwardStream):
 
     def __init__(self, overlap: bool) -> None:
         self._own_stream = torch.cuda.Stream() if overlap else None
-        self._last: _CudaHandle | None = None
+        self._last_event: torch.cuda.Event | None = None
         self._origin = self.mark()
 
     def mark(self) -> Any:
@@ -199,7 +199,8 @@ class CudaForwardStream(ForwardStream):
         return self._origin.elapsed_time(mark) / 1e3
 
     def submit(self, fn: Callable[[], Any]) -> ForwardHandle:
-        handle = self._last = _CudaHandle(fn)
+        handle = _CudaHandle(fn)
+        self._last_event = handle._event
         schedule_stream = torch.cuda.current_stream()
         stream = self._own_stream or schedule_stream
         stream.wait_stream(schedule_stream)
@@ -214,8 +215,8 @@ class CudaForwardStream(ForwardStream):
         return handle
 
     def drain(self) -> None:
-        if self._last is not None:
-            self._last._event.synchronize()
+        if self._last_event is not None:
+            self._last_event.synchronize()
 
     def close(self) -> None:
         self.drain()

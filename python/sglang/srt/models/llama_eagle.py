@@ -2,7 +2,8 @@
 
 It continues the target's features (hidden states after the final norm) one token ahead: at position
 ``i`` it takes token ``i + 1`` and the feature at ``i``, and its output stands for the feature at
-``i + 1``. Embedding and head are the target's.
+``i + 1``. Embedding and head are the target's. The first layer may have a norm at its input: EAGLE's
+own checkpoints have none there, the head that is committed with this project does.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ class LlamaForCausalLMEagle(nn.Module):
         table.add("fc.bias", self.fc.bias)
         for i, layer in enumerate(self.layers):
             layer.register_weights(table, f"layers.{i}.")
+        first = self.layers[0].input_layernorm
+        table.add("layers.0.input_layernorm.weight", first.weight, optional=True)
+        # Copies of the target's, which are used instead.
+        table.ignore("embed_tokens.weight")
+        table.ignore("lm_head.weight")
         if self.hot_token_id is not None:
             # A draft over the whole vocabulary needs no list.
             whole = self.config.draft_vocab_size == self.config.vocab_size
@@ -77,7 +83,9 @@ class LlamaForCausalLMEagle(nn.Module):
             If a tensor is missing, unexpected, comes twice or has another shape, or a hot token is
             outside the vocabulary; names it.
         """
-        self.weight_table().load(weights)
+        loaded = self.weight_table().load(weights)
+        if "layers.0.input_layernorm.weight" not in loaded:
+            self.layers[0].input_layernorm = nn.Identity()
         hot = self.hot_token_id
         if hot is not None and not 0 <= int(hot.min()) <= int(hot.max()) < self.config.vocab_size:
             raise ValueError(f"hot_token_id has ids outside 0..{self.config.vocab_size - 1}")

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,12 +79,17 @@ def read_safetensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.offset_keys():  # in the order of the disk
+                for name in _names(file):
                     yield name, file.get_tensor(name)
         except FileNotFoundError:
             raise FileNotFoundError(f"{path} is missing") from None
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _names(file: Any) -> list[str]:
+    """Names of a file's tensors, in the order of the disk where safetensors is new enough to tell."""
+    return getattr(file, "offset_keys", file.keys)()
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -92,8 +92,9 @@ class SamplingBatchInfo:
     def from_schedule_batch(cls, batch: ScheduleBatch, vocab_size: int) -> SamplingBatchInfo:
         """Read the sampling parameters of ``batch.reqs``.
 
-        Three copies to the device without penalties and bias, all of them asynchronous. Penalties start
-        from nothing: as in upstream, a request that comes back from a retraction has lost its counts.
+        Three copies to the device without penalties and bias, one more where some rows but not all need
+        filters; all of them asynchronous. Penalties start from nothing: as in upstream, a request that
+        comes back from a retraction has lost its counts.
         """
         params = [req.sampling_params for req in batch.reqs]
         needs = [_needs_of(p) for p in params]

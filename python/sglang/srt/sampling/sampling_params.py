@@ -65,7 +65,8 @@ class SamplingParams:
         Token id (an int, or a string of decimal digits as JSON has it) to a finite number that is added
         to the token's logit.
     sampling_seed : int, optional
-        Any 64-bit signed integer. The same seed and prompt give the same tokens, in any batch.
+        Any 64-bit signed integer. The same seed and prompt give the same tokens in any batch, up to the
+        rounding of logits, and to what penalties do to them.
 
     Attributes
     ----------
@@ -159,8 +160,7 @@ class SamplingParams:
         Raises
         ------
         ValueError
-            If a stop token or a biased token is not in ``[0, vocab_size)``, or if `min_new_tokens`
-            leaves no token to choose.
+            If a stop token or a biased token is not in ``[0, vocab_size)``.
         """
         for field, ids in (
             ("stop_token_ids", self.stop_token_ids),
@@ -171,12 +171,6 @@ class SamplingParams:
                     raise ValueError(
                         f"{field} must be token ids in [0, {vocab_size}), got {_show(token_id)}"
                     )
-
-        if self.min_new_tokens > 0 and len(self.stop_token_ids) >= vocab_size:
-            raise ValueError(
-                "min_new_tokens must be 0 where all tokens are stop tokens, "
-                f"got {_show(self.min_new_tokens)}"
-            )
 
     def normalize(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Learn from the tokenizer how far back a stop text can begin.

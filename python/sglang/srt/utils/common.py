@@ -215,9 +215,25 @@ def _c_function(name: str) -> Callable[..., int] | None:
 
 
 def get_bool_env_var(name: str, default: bool = False) -> bool:
-    """Read a switch from the environment: ``1``, ``true``, ``yes`` and ``on`` mean yes."""
+    """Read a switch from the environment.
+
+    ``true``, ``yes``, ``on`` and numbers above 0 mean yes, since upstream has levels for some;
+    ``false``, ``no``, ``off``, 0 and nothing mean no.
+
+    Raises
+    ------
+    ValueError
+        If it is another word; the message names the variable.
+    """
     value = os.environ.get(name)
-    return default if value is None else value.strip().lower() in ("1", "true", "yes", "on")
+    if value is None:
+        return default
+    word = value.strip().lower()
+    if word in ("true", "yes", "on") or (word.isdecimal() and int(word) > 0):
+        return True
+    if word in ("false", "no", "off", "") or word.isdecimal():
+        return False
+    raise ValueError(f"{name} must be a switch such as 1 or 0, got {value!r}")
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -41,9 +41,10 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.eos_token_id = self._tokenizer.token_to_id(self.eos_token) if self.eos_token else None
         template_file = folder / "chat_template.jinja"
-        self.chat_template = (
-            template_file.read_text() if template_file.is_file() else config.get("chat_template")
-        )
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = next((t["template"] for t in template if t["name"] == "default"), None)
+        self.chat_template = template_file.read_text() if template_file.is_file() else template
 
     @staticmethod
     def _token_text(token: str | dict | None) -> str | None:
@@ -76,8 +77,8 @@ class Tokenizer:
         return environment.from_string(self.chat_template).render(
             messages=list(messages),
             add_generation_prompt=add_generation_prompt,
-            bos_token=self.bos_token,
-            eos_token=self.eos_token,
+            bos_token=self.bos_token or "",
+            eos_token=self.eos_token or "",
         )
 
 
