@@ -108,8 +108,7 @@ def noise(ours: Sequence[float], others: Sequence[float]) -> float:
         statistics.mean(statistics.median(rng.choices(logs, k=len(logs))) for logs in halves)
         for _ in range(2000)
     ]
-    # A sample varies less around its own middle than around the true one, by this factor.
-    return statistics.pstdev(drawn) * math.sqrt(half / (half - 1))
+    return statistics.pstdev(drawn)
 
 
 def _halves(half: int) -> tuple[slice, slice]:

@@ -322,21 +322,14 @@ def rows(found: Sequence[Values]) -> Iterator[tuple[str, str, str, list[str], bo
 
 
 def _cells(found: Sequence[Values], group: str, metric: Shown, case: str) -> list[str]:
-    """Cells of a row, each with its change against the first commit that has a number.
-
-    The change is that of the ratio to the anchor where there is one: it is steadier.
-    """
+    """Cells of a row, each with its change against the first commit that has a number."""
     cells, first = [], None
-    ratio: Shown = (f"{metric[0]}_ratio", *metric[1:])
     for values in found:
-        text, _ = cell(values, group, metric, case)
-        steady = cell(values, group, ratio, case)[1]
-        if steady is not None:
-            change = first / steady if first else None
-            if metric[4] is False:
-                change = None if change is None else 1 / change
-            text += "" if change is None else f" [dim]{change:.2f}×[/]"
-            first = first or steady
+        text, value = cell(values, group, metric, case)
+        if value is not None:
+            shown = metric[2](value)
+            text += f" [dim]{shown / first:.2f}×[/]" if first else ""
+            first = first or shown
         cells.append(text)
     return cells
 
@@ -364,8 +357,9 @@ def show(marks: Sequence[Landmark], found: Sequence[Values], console: Any) -> No
         before = (question, case)
     console.print(table)
     console.print(
-        "[dim]↑ more is better, ↓ less. The factor is the change against the first commit that has a "
-        "number, relative to an anchor that ran beside it.\n"
+        "[dim]↑ more is better, ↓ less. A factor is the change against the first commit with a number.\n"
+        "Each commit had a process of its own: between two of them the same code differs by up to a "
+        "tenth, and by more on a busy machine.\n"
         "'stalls': generation requests under scoring requests never end, or the engine dies.[/]"
     )
 

@@ -169,9 +169,9 @@ def table_rows(found: list[bench.Values]) -> dict[tuple[str, str, str], list[str
 
 def test_what_the_table_says(found: list[bench.Values]) -> None:
     rows = table_rows(found)
-    assert rows["decode", "tiny-b8", "tokens/s ↑"] == ["10,000", "5,000 [dim]2.00×[/]"]
-    assert rows["decode", "tiny-b8", "ITL p50, ms ↓"] == ["0.800", "0.800 [dim]0.50×[/]"]
-    assert rows["decode", "tiny-b8", "forward occupancy ↑"] == ["0.750", "0.750"]
+    assert rows["decode", "tiny-b8", "tokens/s ↑"] == ["10,000", "5,000 [dim]0.50×[/]"]
+    assert rows["decode", "tiny-b8", "ITL p50, ms ↓"] == ["0.800", "0.800 [dim]1.00×[/]"]
+    assert rows["decode", "tiny-b8", "forward occupancy ↑"] == ["0.750", "0.750 [dim]1.00×[/]"]
     assert rows["mixed", "tiny-b8", "tokens/s ↑"] == ["[bold red]stalls[/]", "4,000"]
     accepted = rows["speculative", "real-chain-b1", "accepted length ↑"]
     assert accepted == ["1.60", "[red]failed[/]"]

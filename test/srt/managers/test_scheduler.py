@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 LOOPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
@@ -181,10 +182,7 @@ def test_requests_that_are_not_valid_are_answered(overlap: bool, stepper: MakeSt
     bad = s.send([3, 40])
     s.step()
     last = s.last(bad)
-    assert last.finished_reason.to_json() == {
-        "type": "abort",
-        "message": "input_ids must be integers in [0, 40), got 40",
-    }
+    assert last.finished_reason == FINISH_ABORT("input_ids must be integers in [0, 40), got 40")
     assert last.output_ids == []
     s.finish()
     assert s.reason(a) == "length"

@@ -121,7 +121,6 @@ TEMPLATE = (
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
-@pytest.mark.parametrize("place", ["file", "config"])
 def test_a_template_may_be_one_of_several(configured: Callable) -> None:
     templates = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "[hi]"}]
     assert configured(chat_template=templates).apply_chat_template(TALK) == "[hi]"
@@ -134,6 +133,7 @@ def test_a_special_token_that_is_not_there_is_no_text(configured: Callable) -> N
     assert configured(chat_template=template, bos_token=None).apply_chat_template(TALK) == "hi"
 
 
+@pytest.mark.parametrize("place", ["file", "config"])
 def test_a_chat_template_is_rendered(configured: Callable, place: str) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     if place == "file":

@@ -486,8 +486,9 @@ class Scheduler(SchedulerOutputProcessorMixin):
                 chunked_req_to_exclude.append(self.last_batch.chunked_req)
             self._merge_last_batch(chunked_req_to_exclude)
 
-        # Prefill-only requests are finished by their prefill's result. No decode step filters them.
-        if self.running_batch.is_prefill_only:
+        # Prefill-only requests are finished by their prefill's result. No decode step filters them. And
+        # where one has ended in a full batch, another may take its place now.
+        if self.running_batch.is_prefill_only or self.running_batch.batch_is_full:
             self._filter_running_batch()
 
         new_batch = self.get_new_batch_prefill()
