@@ -65,7 +65,7 @@ prove-fixes: env model ## Show that each fix's tests fail before it and pass wit
 	$(PY) scripts/prove_fixes.py $(ARGS)
 
 .PHONY: speed
-speed: env model ## Compare decode speed with Hugging Face generate in one run
+speed: env model ## Compare decoding with Hugging Face, the loops, and host work, in one run
 	$(PY) benchmark/speed.py $(ARGS)
 
 .PHONY: lint

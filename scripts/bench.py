@@ -415,6 +415,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         marks, found, status = bench(args, console)
         if not any(found):
+            if args.table:
+                raise BenchError("there are no results yet: run `make bench` first")
             raise BenchError("asv has no results; its output is in .asv/bench.log")
         page = publish(args.repo.resolve())
     except (BenchError, ProofError) as error:

@@ -30,6 +30,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -468,7 +469,8 @@ def show(proofs: Sequence[Proof], console: Any) -> None:
             f"#{proof.pr}\n{escape(proof.title)}",
             proof.commit[:10] or "-",
             before,
-            "\n".join(escape(reason[:100]) for reason in reasons) or "-",
+            "\n".join(escape(shorten(reason, 160, placeholder=" ...")) for reason in reasons)
+            or "-",
             _counts([test.commit for test in proof.tests]),
             "[red]NO[/]" if proof.problems else "[green]yes[/]",
         )

@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -51,6 +52,8 @@ before he sat down to write. """
 
 PENALTIES = {"frequency_penalty": 0.2, "presence_penalty": 0.1, "repetition_penalty": 1.1}
 DECODE_MODES = ("DECODE", "MIXED")
+MAX_THREADS = 1024
+BAR = "{desc}{percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} steps [{elapsed}<{remaining}]"
 
 
 class WorkNotDone(RuntimeError):
@@ -213,6 +216,12 @@ def check_work(run: Measurement, workload: Workload) -> None:
         raise WorkNotDone(
             f"{len(run.results)} results, and steps with {produced} tokens; "
             f"{workload.concurrency} and {expected} were wanted"
+        )
+    together = max(record.batch_size for _, record in run.steps)
+    if together < workload.batch_size:
+        raise WorkNotDone(
+            f"at most {together} requests ran together, not {workload.batch_size}: "
+            "--max-total-tokens is too small"
         )
 
 
@@ -401,9 +410,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if value is not None and value >= 2**31:
+            raise ValueError(f"--{name.replace('_', '-')} must be below 2**31, got {value}")
+    if args.threads is not None and args.threads > MAX_THREADS:
+        raise ValueError(f"--threads must be at most {MAX_THREADS}, got {args.threads}")
     for size in args.batch_size:
-        if size < 1:
-            raise ValueError(f"--batch-size must be at least 1, got {size}")
+        if not 1 <= size < 2**31:
+            raise ValueError(f"--batch-size must be in [1, 2**31), got {size}")
         if args.concurrency is not None and args.concurrency < size:
             raise ValueError(
                 f"--concurrency {args.concurrency} can never fill a batch of --batch-size {size}"
@@ -426,8 +439,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--speculative chain has --speculative-eagle-topk 1, got {topk}")
     if args.speculative == "tree" and topk is not None and topk < 2:
         raise ValueError(f"--speculative tree needs --speculative-eagle-topk above 1, got {topk}")
-    if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
-        raise ValueError(f"--json: {args.json} is in no directory that exists")
+    if args.json not in (None, "-"):
+        place = Path(args.json).absolute()
+        if args.json == "" or place.is_dir() or not os.access(place.parent, os.W_OK):
+            raise ValueError(f"--json must be a file that can be written, got {args.json!r}")
 
 
 def server_args(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
@@ -499,6 +514,11 @@ def make_workloads(args: argparse.Namespace) -> list[Workload]:
     ]
 
 
+def steps_of(workload: Workload) -> float:
+    """Decode steps that a workload takes without speculation, and a prefill."""
+    return workload.concurrency * workload.output_len / workload.batch_size
+
+
 def show(found: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
     """Print the table for people."""
     from rich.console import Console
@@ -526,7 +546,7 @@ def show(found: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
     for entry in found:
         cells = [form.format(entry["metrics"][key]) for _, key, form in present]
         table.add_row(str(entry["batch_size"]), str(entry["concurrency"]), *cells)
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
@@ -561,16 +581,24 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     engines = [server_args(args, workload) for workload in workloads]
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    total = sum(w.concurrency * w.output_len for w in workloads) * (args.warmup + args.repeats)
+    # In steps, not tokens: a step of a large batch takes longer, but not as much as it has tokens.
+    total = sum(steps_of(w) for w in workloads) * (args.warmup + args.repeats)
     # A log file gets a line now and then, a terminal gets a bar that moves.
     interval = 0.1 if sys.stderr.isatty() else 5.0
     found = []
-    with tqdm(total=total, unit="tok", desc="load", mininterval=interval) as bar:
+    with tqdm(total=total, bar_format=BAR, desc="load", mininterval=interval) as bar:
         for workload, engine_args in zip(workloads, engines, strict=True):
             bar.set_description(f"batch {workload.batch_size}: load")
             with Bench(engine_args, workload, args.seed) as bench:
                 bar.set_description(f"batch {workload.batch_size}")
-                found.append(measure(bench, args.warmup, args.repeats, bar.update))
+                found.append(
+                    measure(
+                        bench,
+                        args.warmup,
+                        args.repeats,
+                        lambda tokens, size=workload.batch_size: bar.update(tokens / size),
+                    )
+                )
     return found
 
 
@@ -595,7 +623,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     show(found, about)
     if args.json is not None:
-        Path(args.json).write_text(document + "\n")
+        try:
+            Path(args.json).write_text(document + "\n")
+        except OSError as error:
+            print(f"bench_decode: error: --json: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -102,7 +102,7 @@ def test_work_that_was_not_done(plain: Measurement, change: Any, message: str) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be in [1, 2**31), got 0"),
         (["--batch-size", "8", "--concurrency", "4"], "--concurrency 4 can never fill"),
         (["--output-len", "1"], "--output-len must be at least 2"),
         (["--input-len", "0"], "--input-len must be at least 1"),
@@ -125,7 +125,12 @@ def test_work_that_was_not_done(plain: Measurement, change: Any, message: str) -
         (["--device", "toaster"], "device must be one of"),
         (["--dtype", "float8"], "dtype"),
         (["--max-total-tokens", "0"], "max_total_tokens"),
-        (["--json", "no/such/folder/out.json"], "is in no directory"),
+        (["--json", "no/such/folder/out.json"], "--json must be a file that can be written"),
+        (["--json", "."], "--json must be a file that can be written, got '.'"),
+        (["--json", ""], "--json must be a file that can be written, got ''"),
+        (["--threads", "1000000"], "--threads must be at most 1024, got 1000000"),
+        (["--max-total-tokens", str(10**24)], "max_total_tokens"),
+        (["--speculative-num-steps", "2"], "--speculative-num-steps needs --speculative"),
         (["--penalties", "some"], "invalid choice"),
     ],
 )
@@ -191,7 +196,7 @@ def test_json_of_a_run(
         assert 0 < found["forward_occupancy"] <= 1
         assert found["accepted_length"] >= 1
         assert ("verify_ms" in found) == (shape != "none")
-    assert "tok/s" in err  # the bar
+    assert " steps [" in err  # the bar
 
 
 def test_waiting_requests_take_the_places_of_those_that_end(

@@ -240,4 +240,4 @@ def test_a_checkout_without_asv_or_results_is_an_error(
     assert "asv.conf.json" in capsys.readouterr().err
     shutil.copy(REPO_ROOT / "asv.conf.json", repo)
     assert bench.main(["--repo", str(repo), "--table"]) == 1
-    assert "asv has no results" in capsys.readouterr().err
+    assert "there are no results yet" in capsys.readouterr().err

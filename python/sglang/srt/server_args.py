@@ -193,7 +193,7 @@ class ServerArgs:
         if not get_platform(self.device).is_available():
             raise ValueError(f"device {self.device!r} is not available on this machine")
         for name in ("page_size", "max_total_tokens", "max_running_requests", "max_prefill_tokens"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
+            self._require(name, 1 <= getattr(self, name) < 2**31, "in [1, 2**31)")
         self._require(
             "max_total_tokens", self.max_total_tokens >= self.page_size, "at least page_size"
         )
@@ -208,8 +208,8 @@ class ServerArgs:
             )
         self._require(
             "schedule_conservativeness",
-            0 < self.schedule_conservativeness < float("inf"),
-            "positive and finite",
+            0 < self.schedule_conservativeness <= 1e9,
+            "in (0, 1e9]",
         )
         self._require("random_seed", 0 <= self.random_seed < 2**63, "in [0, 2**63)")
         if self.log_level is not None:

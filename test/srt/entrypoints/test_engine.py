@@ -388,9 +388,23 @@ def test_labels_may_come_twice_and_in_any_order(engine: Engine) -> None:
     assert a == c != b
 
 
+@pytest.mark.parametrize("labels", [None, (), "ab", torch.tensor([1, 2])])
+def test_labels_are_a_list(labels: Any, engine: Engine) -> None:
+    with pytest.raises(ValueError, match="label_token_ids must be a list of at least one"):
+        engine.score([5], [[6]], labels)
+
+
+@pytest.mark.parametrize("items", [None, 5, iter([[6]])])
+def test_items_are_a_list_or_a_text(items: Any, engine: Engine) -> None:
+    with pytest.raises(ValueError, match="items must be a string or a list, got"):
+        engine.score([5], items, [7])
+
+
 def test_nothing_to_score(engine: Engine) -> None:
     assert engine.score([5], [], [3]) == []
-    with pytest.raises(ValueError, match="label_token_ids must not be empty"):
+    with pytest.raises(
+        ValueError, match="label_token_ids must be a list of at least one token id, got"
+    ):
         engine.score([5], [[9]], [])
     with pytest.raises(ValueError, match="got 64"):
         engine.score([5], [[9]], [64])
@@ -528,6 +542,90 @@ def test_parameters_that_change_later_change_nothing(text_engine: Engine) -> Non
     params.stop_strs = [expected[0]]
     *_, last = stream
     assert last["text"] == expected
+
+
+def test_what_a_caller_changes_later_changes_nothing(engine: Engine) -> None:
+    """Lists that were given, and containers of parameters; also while the request still waits."""
+    named = [1, 2]
+    stops = SamplingParams(
+        max_new_tokens=250, temperature=0, stop_token_ids=[2], logit_bias={3: 1.0, 2: -1e9}
+    )
+    arguments = {"input_ids": [5, 9], "return_logprob": True}
+    expected = engine.generate(sampling_params=stops, token_ids_logprob=[1, 2], **arguments)
+    stream = engine.generate(
+        sampling_params=stops, token_ids_logprob=named, stream=True, **arguments
+    )
+    next(stream)
+    named.append(10**6)
+    stops.stop_token_ids.update(range(64))
+    stops.logit_bias[10**6] = 1.0
+    *_, last = stream
+    assert last["output_ids"] == expected["output_ids"]
+    ids = [[t for _, t, _ in row] for row in last["meta_info"]["output_token_ids_logprobs"]]
+    assert ids == [[1, 2]] * len(last["output_ids"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_new_tokens", "x", "max_new_tokens must be an integer of at least 0, got 'x'"),
+        ("max_new_tokens", -3, "got -3"),
+        ("sampling_seed", 2**64, "sampling_seed must be"),
+        ("temperature", NAN, "temperature must be .*got nan"),
+        ("top_k", 0, "top_k must be"),
+        ("min_new_tokens", 7, "min_new_tokens must be at most max_new_tokens"),
+        ("logit_bias", {"a": 1}, "logit_bias must"),
+    ],
+)
+def test_parameters_are_checked_as_they_are_now(
+    field: str, value: Any, message: str, engine: Engine
+) -> None:
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    setattr(params, field, value)
+    with pytest.raises(ValueError, match=message):
+        engine.generate(sampling_params=params, **IDS)
+
+
+@pytest.mark.parametrize("rid", [7, ["a"], torch.tensor([1, 2])])
+def test_a_name_to_abort_is_a_string(rid: Any, engine: Engine) -> None:
+    with pytest.raises(ValueError, match="rid must be a string, got"):
+        engine.abort_request(rid)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"input_ids": [10**5000]}, {"logprob_start_len": 10**5000, **IDS}]
+)
+def test_a_huge_number_is_refused_by_the_name_of_its_field(
+    arguments: dict[str, Any], engine: Engine
+) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be .*got <int>"):
+        engine.generate(**arguments)
+
+
+def test_a_stop_text_is_found_around_ids_that_no_token_has(text_engine: Engine) -> None:
+    a, b = text_engine.tokenizer.encode("ab")
+    nothing = 290
+    params = {
+        "max_new_tokens": 12,
+        "ignore_eos": True,
+        "temperature": 1000.0,
+        "logit_bias": {str(t): 1e5 for t in (a, b, nothing)},
+    }
+    found = 0
+    for seed in range(40):
+        ids = text_engine.generate(input_ids=[5], sampling_params={**params, "sampling_seed": seed})
+        text = ids["text"]
+        stopped = text_engine.generate(
+            input_ids=[5], sampling_params={**params, "sampling_seed": seed, "stop": "ab"}
+        )
+        assert stopped["text"] == text.split("ab")[0]
+        kinds = [t for t in ids["output_ids"] if t != nothing]
+        ends = [i for i, pair in enumerate(itertools.pairwise(kinds)) if pair == (a, b)]
+        if ends:
+            place = [i for i, t in enumerate(ids["output_ids"]) if t != nothing][ends[0] + 1]
+            assert stopped["output_ids"] == ids["output_ids"][: place + 1]
+            found += place > ends[0] + 2
+    assert found > 3
 
 
 def test_text_that_cannot_be_encoded_is_refused(text_engine: Engine) -> None:

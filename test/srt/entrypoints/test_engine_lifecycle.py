@@ -447,6 +447,20 @@ def test_the_second_who_shuts_an_engine_down_waits_too(make_engine: Callable[...
     assert not engine._thread.is_alive()
 
 
+def test_an_observer_cannot_wait_for_its_own_thread(make_engine: Callable[..., Engine]) -> None:
+    said = []
+
+    def observer(record: StepRecord) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            engine.generate(input_ids=[7], sampling_params=SHORT)
+        said.append(str(caught.value))
+
+    with make_engine(observer=observer) as engine:
+        assert engine.generate(input_ids=[5], sampling_params=SHORT)["output_ids"]
+        assert "cannot be called on a thread of the engine" in said[0]
+        assert not engine._router._receivers
+
+
 def test_a_directory_of_another_kind_of_model_is_named(paths: Any) -> None:
     def refused(*args: Any, **kwargs: Any) -> str:
         with pytest.raises(ValueError) as caught:

@@ -36,13 +36,15 @@ class Words:
 
     def __init__(self, *words: str) -> None:
         self.words = words
-        self.special_ids = {i for i, word in enumerate(words) if word[:1] == "<"}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         shown = [
             w for w in (self.words[i] for i in ids) if not (w[:1] == "<" and skip_special_tokens)
         ]
         return "".join(shown)
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        return self.words[token_id][:1] == "<" and skip_special_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(range(len(text)))

@@ -60,8 +60,17 @@ def byte_ids(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 # --- Tokenizer ----------------------------------------------------------------------------------
 
 
-def test_special_tokens_are_known(tokenizer: Tokenizer) -> None:
-    assert tokenizer.special_ids == {0, 1, 2, 3}
+def test_tokens_without_text_are_known(tokenizer: Tokenizer) -> None:
+    for token_id in range(280):
+        for skip in (True, False):
+            text = tokenizer.decode([token_id], skip_special_tokens=skip)
+            assert tokenizer.is_silent(token_id, skip) == (text == "")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer_path: .*tokenizer.json cannot be read"):
+        Tokenizer(tmp_path)
 
 
 @given(text=st.text(max_size=40))

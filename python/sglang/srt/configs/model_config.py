@@ -130,7 +130,7 @@ class _Reader:
         self.path = path
         try:
             self.values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             raise FileNotFoundError(f"{path} is missing") from None
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None

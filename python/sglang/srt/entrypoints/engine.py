@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import logging
 import math
 import queue
@@ -33,6 +32,7 @@ from sglang.srt.managers.scheduler import Scheduler, StepRecord
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.common import show_value
 from sglang.srt.utils.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -342,6 +342,8 @@ class Engine:
         """
         if rid is None and not abort_all:
             raise ValueError("rid is required unless abort_all=True")
+        if not isinstance(rid, str | None):
+            raise ValueError(f"rid must be a string, got {show_value(rid)}")
         self.scheduler.submit_request(AbortReq(None if abort_all else rid))
 
     # ---- score
@@ -374,8 +376,13 @@ class Engine:
         list of list of float
             One list an item, in order of `label_token_ids`.
         """
-        if not label_token_ids:
-            raise ValueError("label_token_ids must not be empty")
+        if not isinstance(label_token_ids, list) or not label_token_ids:
+            raise ValueError(
+                "label_token_ids must be a list of at least one token id, "
+                f"got {show_value(label_token_ids)}"
+            )
+        if not isinstance(items, str | list | tuple):
+            raise ValueError(f"items must be a string or a list, got {show_value(items)}")
         if isinstance(items, str) or (items and isinstance(items[0], int)):
             items = [items]
         text = isinstance(query, str)
@@ -384,7 +391,7 @@ class Engine:
             if not isinstance(value, kind):
                 raise ValueError(
                     f"query and items must both be text, or both lists of token ids, "
-                    f"got {name} {value!r}"
+                    f"got {name} {show_value(value)}"
                 )
         prompts = [item + query if item_first else query + item for item in items]
         if not prompts:
@@ -473,10 +480,12 @@ class _Call:
             if not single and not (
                 isinstance(prompt, list) and all(isinstance(p, str) for p in prompt)
             ):
-                raise ValueError(f"prompt must be a string or a list of strings, got {prompt!r}")
+                raise ValueError(
+                    f"prompt must be a string or a list of strings, got {show_value(prompt)}"
+                )
         else:
             if not isinstance(input_ids, list):
-                raise ValueError(f"input_ids must be a list, got {input_ids!r}")
+                raise ValueError(f"input_ids must be a list, got {show_value(input_ids)}")
             single = not (input_ids and isinstance(input_ids[0], list))
             if not single and not all(isinstance(ids, list) for ids in input_ids):
                 raise ValueError("input_ids must be a list of integers or a list of such lists")
@@ -496,8 +505,9 @@ class _Call:
         if isinstance(value, list) and any(
             isinstance(entry, list) or entry is None for entry in value
         ):
-            return cls._spread("token_ids_logprob", value, n)
-        return [value] * n
+            spread = cls._spread("token_ids_logprob", value, n)
+            return [list(ids) if isinstance(ids, list) else ids for ids in spread]
+        return [list(value) if isinstance(value, list) else value] * n
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -507,26 +517,38 @@ class _Call:
         try:
             return self._tokenizer.encode(prompt)
         except TypeError:  # half of a surrogate pair, which UTF-8 has no bytes for
-            raise ValueError(f"prompt must be valid Unicode, got {prompt[:100]!r}") from None
+            raise ValueError(
+                f"prompt must be valid Unicode, got {show_value(prompt[:100])}"
+            ) from None
 
     def _params(self, given: Any) -> SamplingParams:
         if isinstance(given, SamplingParams):
-            params = copy.copy(given)
+            params = given.checked_copy()
         elif given is None or isinstance(given, dict):
             params = SamplingParams.from_dict(given or {})
         else:
-            raise ValueError(f"sampling_params must be a dict, got {given!r}")
+            raise ValueError(f"sampling_params must be a dict, got {show_value(given)}")
         params.normalize(self._tokenizer)
         return params
 
     # ---- running
 
     def start(self, make_receiver: Callable[[int], Callable[[Delivery], None]]) -> None:
-        """Register the requests and send them off."""
+        """Register the requests and send them off.
+
+        Raises
+        ------
+        RuntimeError
+            If this is a thread of the engine itself, which would wait for its own work.
+        """
+        if threading.get_ident() in self._engine.scheduler.own_threads:
+            raise RuntimeError(
+                "generate cannot be called on a thread of the engine, such as an observer's"
+            )
         receivers = {}
         for index, request in enumerate(self.requests):
             if not isinstance(request.rid, str) or request.rid in receivers:
-                raise ValueError(f"rid must be a string of its own, got {request.rid!r}")
+                raise ValueError(f"rid must be a string of its own, got {show_value(request.rid)}")
             receivers[request.rid] = make_receiver(index)
 
         def submit() -> None:
@@ -631,7 +653,7 @@ class _Call:
 
 def _flag(name: str, value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+        raise ValueError(f"{name} must be True or False, got {show_value(value)}")
     return bool(value)
 
 

@@ -13,7 +13,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 class TokenizedGenerateReqInput:
     """A request at the scheduler's door. Fields as in `Req`.
 
-    `is_checked` says that `Scheduler.check_request` has been asked already.
+    `is_checked` says that `Scheduler.check_request` has been asked already, and that the parameters know
+    the tokenizer. Nobody else may change what a request holds.
     """
 
     rid: str

@@ -266,12 +266,13 @@ class Req:
     def _match_stop_str(self, length: int) -> bool:
         """Look for a stop string in the text's tail that `length` output tokens end."""
         params = self.sampling_params
-        silent = self.tokenizer.special_ids if params.skip_special_tokens else ()
         start, missing = length, params.stop_str_max_len + 1
-        # Every token brings a byte at least, but for those that are not shown.
+        # Every token that has text brings a byte of it at least.
         while start > 0 and missing > 0:
             start -= 1
-            missing -= self.output_ids[start] not in silent
+            missing -= not self.tokenizer.is_silent(
+                self.output_ids[start], params.skip_special_tokens
+            )
         text = self.tokenizer.decode(
             self.output_ids[start:length], skip_special_tokens=params.skip_special_tokens
         )

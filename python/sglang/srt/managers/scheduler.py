@@ -42,7 +42,7 @@ from sglang.srt.model_executor.generation_result import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.utils.common import ceil_align, get_bool_env_var, get_platform
+from sglang.srt.utils.common import ceil_align, get_bool_env_var, get_platform, show_value
 from sglang.srt.utils.tokenizer import Tokenizer
 
 # Part of a request's output that admission keeps KV for: at first, at least, and how fast the one
@@ -360,31 +360,26 @@ class Scheduler(SchedulerOutputProcessorMixin):
             return "input_ids must not be empty"
         bad = [t for t in ids if not _is_id(t, vocab_size)]
         if bad:
-            return f"input_ids must be integers in [0, {vocab_size}), got {bad[0]!r}"
+            return f"input_ids must be integers in [0, {vocab_size}), got {show_value(bad[0])}"
         if len(ids) > self.max_input_len:
             return (
                 f"input_ids has {len(ids)} tokens, but this engine takes at most "
                 f"{self.max_input_len} (context length {self.model_config.context_len}, "
                 f"max_total_tokens {self.max_total_num_tokens})"
             )
-        if not _is_int(request.logprob_start_len) or not (
-            -1 <= request.logprob_start_len <= len(ids)
-        ):
-            return (
-                f"logprob_start_len must be in [-1, {len(ids)}], got {request.logprob_start_len!r}"
-            )
-        if not _is_int(request.top_logprobs_num) or not (
-            0 <= request.top_logprobs_num <= vocab_size
-        ):
-            return (
-                f"top_logprobs_num must be in [0, {vocab_size}], got {request.top_logprobs_num!r}"
-            )
-        if request.token_ids_logprob is not None:
-            if not isinstance(request.token_ids_logprob, list):
-                return f"token_ids_logprob must be a list, got {request.token_ids_logprob!r}"
-            bad = [t for t in request.token_ids_logprob if not _is_id(t, vocab_size)]
+        start, top = request.logprob_start_len, request.top_logprobs_num
+        if not _is_int(start) or not -1 <= start <= len(ids):
+            return f"logprob_start_len must be in [-1, {len(ids)}], got {show_value(start)}"
+        if not _is_int(top) or not 0 <= top <= vocab_size:
+            return f"top_logprobs_num must be in [0, {vocab_size}], got {show_value(top)}"
+        named = request.token_ids_logprob
+        if named is not None:
+            if not isinstance(named, list):
+                return f"token_ids_logprob must be a list, got {show_value(named)}"
+            bad = [t for t in named if not _is_id(t, vocab_size)]
             if bad:
-                return f"token_ids_logprob must hold integers in [0, {vocab_size}), got {bad[0]!r}"
+                wanted = f"integers in [0, {vocab_size})"
+                return f"token_ids_logprob must hold {wanted}, got {show_value(bad[0])}"
         params = request.sampling_params
         if params.stop_strs and self.tokenizer is None:
             return f"stop={params.stop_strs!r} needs a tokenizer, and this engine has none"
@@ -413,7 +408,8 @@ class Scheduler(SchedulerOutputProcessorMixin):
             )
             return
         params = copy.copy(request.sampling_params)
-        params.normalize(self.tokenizer)
+        if not request.is_checked:
+            params.normalize(self.tokenizer)
         room = min(
             self.model_config.context_len,
             self.max_total_num_tokens - 2 * self.spec_alloc_len,

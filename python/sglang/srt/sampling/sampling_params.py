@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from sglang.srt.utils.common import show_value
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -131,8 +133,8 @@ class SamplingParams:
 
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens must be at most max_new_tokens ({_show(self.max_new_tokens)}), "
-                f"got {_show(self.min_new_tokens)}"
+                f"min_new_tokens must be at most max_new_tokens ({show_value(self.max_new_tokens)}), "
+                f"got {show_value(self.min_new_tokens)}"
             )
         if self.temperature < SAMPLING_EPS:
             self.temperature, self.top_k = 1.0, 1
@@ -148,11 +150,26 @@ class SamplingParams:
             If `params` is no mapping, or for any field that the constructor refuses.
         """
         if not isinstance(params, Mapping):
-            raise ValueError(f"sampling_params must be a dict, got {_show(params)}")
+            raise ValueError(f"sampling_params must be a dict, got {show_value(params)}")
         unknown = {name: params[name] for name in params if name not in _FIELDS}
         if unknown:
             _refuse_names(unknown)
         return cls(**params)
+
+    def checked_copy(self) -> SamplingParams:
+        """The same parameters, of which nothing is shared, after the constructor's checks.
+
+        Raises
+        ------
+        ValueError
+            If an attribute was set to what the constructor refuses.
+        """
+        given = {name: getattr(self, name, None) for name in _FIELDS if name != "stop"}
+        given["stop"] = list(self.stop_strs)
+        given["stop_token_ids"] = list(self.stop_token_ids)
+        made = type(self)(**given)
+        made.stop_str_max_len = max(made.stop_str_max_len, self.stop_str_max_len)
+        return made
 
     def verify(self, vocab_size: int) -> None:
         """Check what depends on the vocabulary.
@@ -169,7 +186,7 @@ class SamplingParams:
             for token_id in ids or ():
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(
-                        f"{field} must be token ids in [0, {vocab_size}), got {_show(token_id)}"
+                        f"{field} must be token ids in [0, {vocab_size}), got {show_value(token_id)}"
                     )
 
     def normalize(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -200,21 +217,14 @@ _FIELDS = tuple(
 )
 
 
-def _show(value: Any) -> str:
-    """`value` for an error message: short, and never an error itself."""
-    try:
-        text = repr(value)
-    except Exception:  # huge integers, and objects that cannot be shown
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
 def _refuse(field: str, wanted: str, value: Any) -> NoReturn:
-    raise ValueError(f"{field} must be {wanted}, got {_show(value)}")
+    raise ValueError(f"{field} must be {wanted}, got {show_value(value)}")
 
 
 def _refuse_names(unknown: Mapping[Any, Any]) -> NoReturn:
-    shown = ", ".join(f"{_show(name)} ({_show(value)})" for name, value in unknown.items())
+    shown = ", ".join(
+        f"{show_value(name)} ({show_value(value)})" for name, value in unknown.items()
+    )
     raise ValueError(f"unknown sampling parameters: {shown}; known are {', '.join(_FIELDS)}")
 
 
@@ -324,8 +334,8 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         if token_id in bias:
             _refuse("logit_bias", "a dict that names each token once", key)
         if amount is None:
-            _refuse(f"logit_bias[{_show(key)}]", "a finite number", amount)
-        bias[token_id] = _number(f"logit_bias[{_show(key)}]", amount, 0.0)
+            _refuse(f"logit_bias[{show_value(key)}]", "a finite number", amount)
+        bias[token_id] = _number(f"logit_bias[{show_value(key)}]", amount, 0.0)
     return bias or None
 
 

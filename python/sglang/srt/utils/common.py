@@ -244,3 +244,12 @@ def ceil_div(a: int, b: int) -> int:
 def ceil_align(a: int, b: int) -> int:
     """Smallest multiple of `b` not below `a`."""
     return ceil_div(a, b) * b
+
+
+def show_value(value: object) -> str:
+    """`value` for an error message: short, and never an error itself."""
+    try:
+        text = repr(value)
+    except Exception:  # huge integers, and objects that cannot be shown
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else f"{text[:97]}..."

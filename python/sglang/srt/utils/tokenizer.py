@@ -22,7 +22,7 @@ class Tokenizer:
     Raises
     ------
     ValueError
-        If there is no tokenizer.json.
+        If there is no tokenizer.json, or it cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -32,13 +32,18 @@ class Tokenizer:
                 f"tokenizer_path: no tokenizer.json in {str(path)!r}; "
                 "set skip_tokenizer_init=True to work with token ids alone"
             )
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library has no kind of its own
+            raise ValueError(
+                f"tokenizer_path: {folder / 'tokenizer.json'} cannot be read: {error}"
+            ) from error
         config_file = folder / "tokenizer_config.json"
         config = json.loads(config_file.read_text()) if config_file.is_file() else {}
         self.eos_token = self._token_text(config.get("eos_token"))
         self.bos_token = self._token_text(config.get("bos_token"))
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.eos_token_id = self._tokenizer.token_to_id(self.eos_token) if self.eos_token else None
         template_file = folder / "chat_template.jinja"
         template = config.get("chat_template")
@@ -57,6 +62,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids that no token has are passed over."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether a token brings no text: one that is not shown, or an id that no token has."""
+        if token_id in self._special_ids:
+            return skip_special_tokens
+        return self._tokenizer.id_to_token(token_id) is None
 
     def apply_chat_template(
         self, messages: Iterable[dict[str, str]], add_generation_prompt: bool = True
