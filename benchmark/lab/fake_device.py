@@ -1,0 +1,185 @@
+"""An accelerator that is not there: a device of its own, whose tensors hold real values on the CPU.
+
+It is written in Python on PyTorch's PrivateUse1 backend. A tensor of the fake device has shape, strides
+and offset like any other. Its storage is empty and leads to a storage of the CPU, which has the values.
+Operations go through one fallback that runs them there; composite ones are taken apart above it, and
+views are made beside it, by PyTorch, as on any device. So code that mixes up host and device fails here
+as it would on a GPU, and everything else computes what it computes on the CPU. It is slow, and nothing
+runs beside the host.
+
+Pinned memory needs a driver. `FakeDeviceMode` keeps its books instead: inside it ``pin_memory=True``,
+``pin_memory()`` and ``is_pinned()`` work, on the threads that have entered it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME: Final = "fakegpu"
+
+_CPU: Final = torch.device("cpu")
+_aten: Final = torch.ops.aten
+_lock = threading.Lock()
+_libraries: list[torch.library.Library] = []
+
+
+def device() -> torch.device:
+    """The fake device. The first call makes it known to PyTorch, for the rest of the process."""
+    with _lock:
+        if not _libraries:
+            _setup_privateuseone_for_python_backend(NAME)
+            everything, aten = (
+                torch.library.Library("_", "IMPL"),
+                torch.library.Library("aten", "IMPL"),
+            )
+            everything.fallback(_run, "PrivateUse1")
+            for name, kernel in _KERNELS.items():
+                aten.impl(name, kernel, "PrivateUse1")
+            _libraries.extend((everything, aten))
+    return torch.device(NAME, 0)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether `value` is a tensor of the fake device."""
+    return isinstance(value, torch.Tensor) and value.device.type == NAME
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor of the fake device: a CPU tensor that shares its memory."""
+    storage = tensor.untyped_storage()._values
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+# --- Operations -------------------------------------------------------------------------------
+
+# Like a GPU, it takes indices from the host, and copies.
+_TAKE_HOST_TENSORS: Final = frozenset(
+    ("index", "index_put", "index_put_", "_index_put_impl_", "copy_", "_to_copy")
+)
+
+
+def _wrap(values: torch.Tensor) -> torch.Tensor:
+    """A tensor of the fake device with these values, and the same strides."""
+    nothing = torch._C._acc.create_empty_tensor([0], values.dtype)
+    nothing.untyped_storage()._values = values.untyped_storage()
+    return _as_strided(nothing, values.size(), values.stride(), values.storage_offset())
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run any operation on the values."""
+    fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    takes_host_tensors = op._overloadpacket.__name__ in _TAKE_HOST_TENSORS
+
+    def take(value: Any) -> Any:
+        if is_fake(value):
+            values = values_of(value)
+            fakes[id(values)] = (value, values)
+            return values
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and not takes_host_tensors:
+            raise RuntimeError(
+                f"{op}: expected all tensors to be on the same device, but found at least two, "
+                f"{NAME} and {value.device}"
+            )
+        if isinstance(value, torch.device) and value.type == NAME:
+            return _CPU
+        return value
+
+    def give(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # What an operation was given to write into comes back as it was.
+        return fakes[id(value)][0] if id(value) in fakes else _wrap(value)
+
+    args, kwargs = pytree.tree_map(take, (_with_tensors(op, args), kwargs))
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    out = op(*args, **kwargs)
+    for fake, values in fakes.values():
+        if (fake.size(), fake.stride()) != (values.size(), values.stride()):  # resized
+            fake.data = _wrap(values)
+    return pytree.tree_map(give, out)
+
+
+def _with_tensors(op: Any, args: tuple) -> list[Any]:
+    """Arguments with tensors where Python numbers stand for some."""
+    return [
+        torch.tensor(value)
+        if isinstance(value, bool | int | float) and isinstance(argument.type, torch.TensorType)
+        else value
+        for value, argument in zip(args, op._schema.arguments, strict=False)
+    ]
+
+
+def _copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    values, place = (values_of(x) if is_fake(x) else x for x in (source, target))
+    place.copy_(values)
+    return target
+
+
+# The kernels of the device without memory, which check no bounds: the storage is empty.
+_META: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+
+
+def _as_strided(*args: Any) -> torch.Tensor:
+    return _aten.as_strided.default.redispatch(_META, *args)
+
+
+def _as_strided_(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    tensor.data = _as_strided(tensor, *args)
+    return tensor
+
+
+def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+    # PyTorch chooses how to attend by the kind of hardware, of which it does not know this one.
+    return _run(_aten.scaled_dot_product_attention.default, *args, **kwargs)
+
+
+_KERNELS: Final = {
+    "_copy_from": _copy_from,
+    "as_strided": _as_strided,
+    "as_strided_": _as_strided_,
+    "scaled_dot_product_attention": _attend,
+}
+
+
+# --- Pinned memory ----------------------------------------------------------------------------
+
+
+class PinnedMemory:
+    """Which host memory counts as page-locked: the books that a driver would keep."""
+
+    def mark(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count the memory of `tensor` as page-locked from now on."""
+        tensor.untyped_storage()._is_pinned = True
+        return tensor
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return getattr(tensor.untyped_storage(), "_is_pinned", False)
+
+
+class FakeDeviceMode(TorchFunctionMode):
+    """Pinned memory on the thread that enters it."""
+
+    pinned = PinnedMemory()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "is_pinned":
+            return args[0] in self.pinned
+        if name == "pin_memory":
+            return args[0] if args[0] in self.pinned else self.pinned.mark(args[0].clone())
+        if "pin_memory" in kwargs:
+            pin = kwargs.pop("pin_memory")
+            made = func(*args, **kwargs)
+            return self.pinned.mark(made) if pin else made
+        return func(*args, **kwargs)
