@@ -42,6 +42,7 @@ def test_what_being_started_first_is_worth_cancels_out(speed: ModuleType) -> Non
     ours = [2 * slow] * 3 + [2 * fast] * 3
     theirs = [fast] * 3 + [slow] * 3
     assert speed.fair_ratio(ours, theirs) == pytest.approx(2.0)
+    assert speed.worth_of_being_first(ours, theirs) == pytest.approx(1 / 1.1)
     # The halves differ, but inside a half there is no doubt.
     assert speed.noise(ours, theirs) == pytest.approx(0.0)
 
@@ -141,7 +142,10 @@ def test_overlap_row(speed: ModuleType) -> None:
 
     normal = rounds(*[100] * 6)
     row = speed._overlap_row(8, rounds(96, 99, 102, 96, 99, 102), normal)
-    assert row["ratio"] == 0.99 and row["met"] is True
+    assert row["ratio"] == 0.99 and row["met"] is None
+    assert row["first"] == 1.0
+    better = speed._overlap_row(8, rounds(96, 101, 102, 96, 101, 102), normal)
+    assert better["ratio"] == 1.01 and better["met"] is True
     assert row["idle"] == "0.100 / 0.100"
     assert speed._overlap_row(8, rounds(90, 91, 92, 90, 91, 92), normal)["met"] is False
     assert speed._overlap_row(8, rounds(90, 90), rounds(100, 100))["noise"] == "-"
