@@ -98,8 +98,6 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         return fakes[id(value)][0] if id(value) in fakes else _wrap(value)
 
     args, kwargs = pytree.tree_map(take, (_with_tensors(op, args), kwargs))
-    if kwargs.get("pin_memory"):
-        kwargs["pin_memory"] = False
     out = op(*args, **kwargs)
     for fake, values in fakes.values():
         if (fake.size(), fake.stride()) != (values.size(), values.stride()):  # resized
@@ -154,32 +152,29 @@ _KERNELS: Final = {
 # --- Pinned memory ----------------------------------------------------------------------------
 
 
-class PinnedMemory:
-    """Which host memory counts as page-locked: the books that a driver would keep."""
+def _mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Count the memory of `tensor` as page-locked from now on."""
+    tensor.untyped_storage()._is_pinned = True
+    return tensor
 
-    def mark(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count the memory of `tensor` as page-locked from now on."""
-        tensor.untyped_storage()._is_pinned = True
-        return tensor
 
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return getattr(tensor.untyped_storage(), "_is_pinned", False)
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether the memory of `tensor` counts as page-locked."""
+    return getattr(tensor.untyped_storage(), "_is_pinned", False)
 
 
 class FakeDeviceMode(TorchFunctionMode):
     """Pinned memory on the thread that enters it."""
 
-    pinned = PinnedMemory()
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "is_pinned":
-            return args[0] in self.pinned
+            return is_pinned(args[0])
         if name == "pin_memory":
-            return args[0] if args[0] in self.pinned else self.pinned.mark(args[0].clone())
+            return args[0] if is_pinned(args[0]) else _mark_pinned(args[0].clone())
         if "pin_memory" in kwargs:
             pin = kwargs.pop("pin_memory")
             made = func(*args, **kwargs)
-            return self.pinned.mark(made) if pin else made
+            return _mark_pinned(made) if pin else made
         return func(*args, **kwargs)
