@@ -371,7 +371,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--speculative-draft-model-path", "--draft-path", dest="draft_path", metavar="DIR"
     )
-    engine.add_argument("--speculative-num-steps", type=int, help="(default: 3)")
+    engine.add_argument("--speculative-num-steps", type=int, help="(default: the engine's)")
     engine.add_argument("--speculative-eagle-topk", type=int, help="(default: 1, tree: 2)")
     engine.add_argument("--speculative-num-draft-tokens", type=int, help="(default: the engine's)")
     engine.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -468,9 +468,7 @@ def server_args(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
         made |= {
             "speculative_algorithm": "EAGLE",
             "speculative_draft_model_path": args.draft_path,
-            "speculative_num_steps": 3
-            if args.speculative_num_steps is None
-            else args.speculative_num_steps,
+            "speculative_num_steps": args.speculative_num_steps,
             "speculative_eagle_topk": args.speculative_eagle_topk or default_topk,
             "speculative_num_draft_tokens": args.speculative_num_draft_tokens,
         }

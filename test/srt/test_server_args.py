@@ -137,6 +137,14 @@ def test_bad_values_are_refused_by_name(
     assert repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["page_size", "max_total_tokens", "random_seed"])
+def test_a_huge_number_is_refused_by_the_name_of_its_field(
+    name: str, args: Callable[..., ServerArgs]
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must .*got <int>"):
+        args(**{name: 10**5000})
+
+
 def test_every_field_has_bad_values_here() -> None:
     assert BAD.keys() == FIELDS.keys()
 

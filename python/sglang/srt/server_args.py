@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.utils.common import ceil_align, get_platform
+from sglang.srt.utils.common import ceil_align, get_platform, show_value
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class ServerArgs:
                     setattr(self, f.name, value)
                 ok = isinstance(value, str)
             if not ok:
-                raise ValueError(f"{f.name} must be of type {kind}, got {value!r}")
+                raise ValueError(f"{f.name} must be of type {kind}, got {show_value(value)}")
 
     def _check_ranges(self) -> None:
         self._require(
@@ -223,7 +223,8 @@ class ServerArgs:
                 value = getattr(self, f"speculative_{name}")
                 if value is not None:
                     raise ValueError(
-                        f"speculative_{name}={value!r} needs speculative_algorithm, which is not set"
+                        f"speculative_{name}={show_value(value)} needs speculative_algorithm, "
+                        "which is not set"
                     )
             return
         self.speculative_algorithm = self.speculative_algorithm.upper()
@@ -267,4 +268,4 @@ class ServerArgs:
 
     def _require(self, name: str, ok: bool, what: str) -> None:
         if not ok:
-            raise ValueError(f"{name} must be {what}, got {getattr(self, name)!r}")
+            raise ValueError(f"{name} must be {what}, got {show_value(getattr(self, name))}")

@@ -382,7 +382,9 @@ class Scheduler(SchedulerOutputProcessorMixin):
                 return f"token_ids_logprob must hold {wanted}, got {show_value(bad[0])}"
         params = request.sampling_params
         if params.stop_strs and self.tokenizer is None:
-            return f"stop={params.stop_strs!r} needs a tokenizer, and this engine has none"
+            return (
+                f"stop={show_value(params.stop_strs)} needs a tokenizer, and this engine has none"
+            )
         try:
             params.verify(vocab_size)
         except ValueError as error:
