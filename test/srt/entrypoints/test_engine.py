@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import random
 import threading
 import time
@@ -386,6 +387,13 @@ def test_one_item_may_stand_for_itself(engine: Engine, text_engine: Engine) -> N
 def test_labels_may_come_twice_and_in_any_order(engine: Engine) -> None:
     ((a, b, c),) = engine.score([5], [[9]], [7, 3, 7])
     assert a == c != b
+
+
+def test_labels_that_are_all_next_to_impossible_have_shares_too() -> None:
+    pairs = [(-2000.0, 3, None), (-2000.0 - math.log(3), 5, None)]
+    meta = {"finish_reason": {"type": "length"}, "output_token_ids_logprobs": [pairs]}
+    scores = Engine._label_scores({"meta_info": meta}, [3, 5], apply_softmax=True)
+    assert scores == pytest.approx([0.75, 0.25])
 
 
 @pytest.mark.parametrize("labels", [None, (), "ab", torch.tensor([1, 2])])

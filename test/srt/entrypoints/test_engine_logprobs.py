@@ -37,6 +37,18 @@ def engine(request: pytest.FixtureRequest, paths: Any) -> Iterator[Engine]:
         yield engine
 
 
+def generate_together(engine: Engine, asks: list[Any]) -> list[dict[str, Any]]:
+    """One call for all of them."""
+    return engine.generate(
+        input_ids=[a.prompt for a in asks],
+        sampling_params=[a.params for a in asks],
+        return_logprob=[a.return_logprob for a in asks],
+        logprob_start_len=[a.logprob_start_len for a in asks],
+        top_logprobs_num=[a.top_logprobs_num for a in asks],
+        token_ids_logprob=[a.token_ids_logprob for a in asks],
+    )
+
+
 @pytest.mark.parametrize("start", [-1, 0, 1, 3, 4, 5, 8, 19, 20, 21])
 def test_input_and_output_logprobs(
     start: int, engine: Engine, asks: type, make_referee: Callable
@@ -90,15 +102,8 @@ def test_what_a_scoring_request_says_does_not_depend_on_its_company(
     beside = asks([9, 4], {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 3})
     for company in ([], [beside]):
         together = [*company, ask]
-        results = engine.generate(
-            input_ids=[a.prompt for a in together],
-            sampling_params=[a.params for a in together],
-            return_logprob=[a.return_logprob for a in together],
-            top_logprobs_num=[a.top_logprobs_num for a in together],
-            token_ids_logprob=[a.token_ids_logprob for a in together],
-        )
         referee = make_referee()
-        for a, result in zip(together, results, strict=True):
+        for a, result in zip(together, generate_together(engine, together), strict=True):
             referee.judge(a, result)
 
 
@@ -127,16 +132,8 @@ def test_a_batch_in_which_everyone_asks_for_something_else(
                 token_ids_logprob=rng.choice([None, [3], [9, 8, 7]]),
             )
         )
-    results = engine.generate(
-        input_ids=[a.prompt for a in many],
-        sampling_params=[a.params for a in many],
-        return_logprob=[a.return_logprob for a in many],
-        logprob_start_len=[a.logprob_start_len for a in many],
-        top_logprobs_num=[a.top_logprobs_num for a in many],
-        token_ids_logprob=[a.token_ids_logprob for a in many],
-    )
     referee = make_referee()
-    for ask, result in zip(many, results, strict=True):
+    for ask, result in zip(many, generate_together(engine, many), strict=True):
         referee.judge(ask, result)
         assert ("output_token_logprobs" in result["meta_info"]) == ask.return_logprob
     assert referee.num_ties <= 1

@@ -418,8 +418,10 @@ class Engine:
         if not apply_softmax:
             return [math.exp(logprob) for logprob in logprobs]
         # Relative to the largest, which so cannot underflow.
-        scores = [math.exp(logprob - max(logprobs)) for logprob in logprobs]
-        return [score / sum(scores) for score in scores]
+        largest = max(logprobs)
+        scores = [math.exp(logprob - largest) for logprob in logprobs]
+        total = sum(scores)
+        return [score / total for score in scores]
 
 
 class _Call:

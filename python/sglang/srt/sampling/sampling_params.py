@@ -157,7 +157,7 @@ class SamplingParams:
         return cls(**params)
 
     def checked_copy(self) -> SamplingParams:
-        """The same parameters, of which nothing is shared, after the constructor's checks.
+        """The same parameters, of which nothing is shared, made and checked by the constructor.
 
         Raises
         ------
@@ -167,9 +167,7 @@ class SamplingParams:
         given = {name: getattr(self, name, None) for name in _FIELDS if name != "stop"}
         given["stop"] = list(self.stop_strs)
         given["stop_token_ids"] = list(self.stop_token_ids)
-        made = type(self)(**given)
-        made.stop_str_max_len = max(made.stop_str_max_len, self.stop_str_max_len)
-        return made
+        return type(self)(**given)
 
     def verify(self, vocab_size: int) -> None:
         """Check what depends on the vocabulary.
