@@ -1,4 +1,4 @@
-# `make help` lists the targets. Everything is made inside the checkout: .venv and .cache.
+# `make help` lists the targets. Everything is made inside the checkout: .venv, .cache, .asv.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -199,8 +199,8 @@ def use_one_thread() -> None:
 def keep_freed_memory() -> None:
     """Have malloc keep what forwards free, up to 32 MiB a piece, for the next ones.
 
-    By default GNU's gives it back to the system again and again, and a step of 32 requests pays 250 to
-    600 page faults, 1 to 2% of its time, for getting it anew. Other allocators keep it anyway.
+    By default GNU's gives a thread's back to the system again and again, and a step of a large batch
+    pays hundreds of page faults for getting it anew. Other allocators keep it anyway.
     """
     mallopt = _c_function("mallopt")
     if mallopt is not None:
