@@ -488,8 +488,24 @@ def test_an_observer_sees_every_step(make_engine: Callable[..., Engine], paths: 
     assert sum(r.num_tokens for r in records) == 40
     # The draft knows something: fewer steps than tokens. One more step was under way at the end.
     assert meta["spec_verify_ct"] == len(records) - 2 < 39
-    assert meta["spec_accept_length"] >= 39 / meta["spec_verify_ct"]
+    # The first token is the prefill's; what was accepted behind the end is not counted.
+    assert meta["spec_accept_length"] == pytest.approx(39 / meta["spec_verify_ct"])
     for record in records[1:]:
         assert set(record.phases) == {"draft", "verify", "extend"}
         assert all(seconds > 0 for seconds in record.phases.values())
         assert sum(record.phases.values()) <= record.forward_end - record.forward_start
+
+
+def test_the_accepted_length_is_of_tokens_that_were_kept(
+    make_engine: Callable[..., Engine], paths: Any
+) -> None:
+    """Wherever the limit cuts the last verification short. The first token is the prefill's."""
+    with make_engine(
+        speculative_algorithm="EAGLE", speculative_draft_model_path=paths.draft
+    ) as engine:
+        for limit in range(30, 40):
+            meta = engine.generate(
+                input_ids=[5, 9], sampling_params={**LONG, "max_new_tokens": limit}
+            )["meta_info"]
+            kept = meta["spec_accept_length"] * meta["spec_verify_ct"]
+            assert kept == pytest.approx(limit - 1)
