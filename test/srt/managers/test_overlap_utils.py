@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -20,8 +21,8 @@ def test_placeholders_become_what_the_last_forward_left() -> None:
     # Row 5 has got another owner since.
     future_map.store_to_map(torch.tensor([5]), SimpleNamespace(next_token_ids=torch.tensor([55])))
     # A prompt's own tokens, among them token 0, stand beside placeholders.
-    ids = torch.cat([torch.tensor([7, 0]), FutureMap.placeholders(rows)])
-    batch = SimpleNamespace(input_ids=ids)
+    ids = torch.cat([torch.tensor([7, 0]), future_map.placeholders(rows)])
+    batch = SimpleNamespace(input_ids=ids, forward_mode=ForwardMode.MIXED)
     future_map.resolve_future(batch)
     assert batch.input_ids.tolist() == [7, 0, 40, 10, 55]
     # The scheduler's tensor is not written to.
@@ -29,7 +30,30 @@ def test_placeholders_become_what_the_last_forward_left() -> None:
 
 
 def test_a_placeholder_is_never_a_token() -> None:
-    assert (FutureMap.placeholders(torch.arange(100)) < 0).all()
+    assert (FutureMap(1, CPU).placeholders(torch.arange(100)) < 0).all()
+
+
+def test_placeholders_follow_the_rows() -> None:
+    future_map = FutureMap(6, CPU)
+    first, second = torch.tensor([3, 1]), torch.tensor([3])
+    ids = future_map.placeholders(first)
+    assert ids.tolist() == [-4, -2]
+    assert future_map.placeholders(first) is ids
+    assert future_map.placeholders(second).tolist() == [-4]
+    assert future_map.placeholders(first).tolist() == [-4, -2]
+
+
+def test_a_decode_step_reads_its_rows() -> None:
+    future_map = FutureMap(6, CPU)
+    rows = torch.tensor([4, 0])
+    future_map.store_to_map(rows, SimpleNamespace(next_token_ids=torch.tensor([40, 10])))
+    batch = SimpleNamespace(
+        input_ids=future_map.placeholders(rows),
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=rows,
+    )
+    future_map.resolve_future(batch)
+    assert batch.input_ids.tolist() == [40, 10]
 
 
 def test_a_draft_comes_back_row_by_row() -> None:

@@ -46,6 +46,7 @@ KEPT = {
 }
 # Of the forward that was prepared last; made anew by the next preparation, and not read before it.
 OF_ONE_FORWARD = {
+    "decode_positions",
     "input_ids",
     "prefix_lens",
     "extend_lens",

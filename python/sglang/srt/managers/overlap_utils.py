@@ -44,6 +44,8 @@ class FutureMap:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.spec_algorithm = spec_algorithm
+        # The rows that placeholders were last made for, and those.
+        self._placeholders: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self.token_ids_buf = torch.zeros(num_rows, dtype=torch.int64, device=device)
         if not spec_algorithm.is_none():
             self.new_seq_lens_buf = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -53,13 +55,21 @@ class FutureMap:
                 (num_rows, hidden_size), dtype=dtype, device=device
             )
 
-    @staticmethod
-    def placeholders(req_pool_indices: torch.Tensor) -> torch.Tensor:
-        """Token ids that stand for the rows' tokens: negative, so that no real id is one."""
-        return -1 - req_pool_indices
+    def placeholders(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
+        """Token ids that stand for the rows' tokens: negative, so that no real id is one.
+
+        Neither tensor is written to after this: a batch that stays the same gets the same one again.
+        """
+        if self._placeholders[0] is not req_pool_indices:
+            self._placeholders = (req_pool_indices, -1 - req_pool_indices)
+        return self._placeholders[1]
 
     def resolve_future(self, forward_batch: ForwardBatch) -> None:
         """Replace placeholders among the input ids. Runs on the forward stream."""
+        if forward_batch.forward_mode.is_decode():
+            # Placeholders only.
+            forward_batch.input_ids = self.token_ids_buf[forward_batch.req_pool_indices]
+            return
         ids = forward_batch.input_ids
         rows = (-1 - ids).clamp(min=0)
         forward_batch.input_ids = torch.where(ids < 0, self.token_ids_buf[rows], ids)

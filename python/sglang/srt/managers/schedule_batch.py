@@ -13,6 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -298,7 +299,7 @@ class Req:
 class ScheduleBatch:
     """Requests that run together.
 
-    ``B`` is the number of requests. Tensors live on `device` but for ``seq_lens_cpu``.
+    ``B`` is the number of requests. Tensors live on `device`.
     """
 
     # Requests, pools and cache
@@ -325,7 +326,10 @@ class ScheduleBatch:
     input_ids: torch.Tensor = None
     req_pool_indices: torch.Tensor = None
     seq_lens: torch.Tensor = None
-    seq_lens_cpu: torch.Tensor = None
+    # The same numbers on the host
+    seq_lens_cpu: np.ndarray = None
+    # Where the tokens of the next decode step stand, shape (B,), int64
+    decode_positions: torch.Tensor = None
     out_cache_loc: torch.Tensor = None
     # The tokens that the last forward sampled, shape (B,), int64: as placeholders of `FutureMap`
     output_ids: torch.Tensor = None
@@ -418,7 +422,7 @@ class ScheduleBatch:
 
         new_ids = [t for r, p in zip(reqs, self.prefix_lens, strict=True) for t in r.fill_ids[p:]]
         self.input_ids = to_device_async(new_ids, torch.int64, self.device)
-        self.seq_lens_cpu = torch.tensor(seq_lens, dtype=torch.int64)
+        self.seq_lens_cpu = np.array(seq_lens, dtype=np.int64)
         self.seq_lens = to_device_async(seq_lens, torch.int64, self.device)
         self._prepare_logprobs()
         if not self.spec_algorithm.is_none():
@@ -556,6 +560,7 @@ class ScheduleBatch:
         for req in self.reqs:
             req.kv_committed_len += 1
             req.kv_allocated_len += 1
+        self.decode_positions = self.seq_lens
         self.seq_lens = self.seq_lens + 1
         self.seq_lens_cpu = self.seq_lens_cpu + 1
 
@@ -638,7 +643,7 @@ class ScheduleBatch:
 
         self.req_pool_indices = torch.cat([self.req_pool_indices, other.req_pool_indices])
         self.seq_lens = torch.cat([self.seq_lens, other.seq_lens])
-        self.seq_lens_cpu = torch.cat([self.seq_lens_cpu, other.seq_lens_cpu])
+        self.seq_lens_cpu = np.concatenate([self.seq_lens_cpu, other.seq_lens_cpu])
         self.out_cache_loc = None
         if self.output_ids is not None and other.output_ids is not None:
             self.output_ids = torch.cat([self.output_ids, other.output_ids])
@@ -702,7 +707,7 @@ class ScheduleBatch:
 
     def _positions(self) -> torch.Tensor:
         if not self.forward_mode.is_extend():
-            return self.seq_lens - 1
+            return self.decode_positions
         positions = [
             position
             for prefix, new in zip(self.prefix_lens, self.extend_lens, strict=True)

@@ -654,7 +654,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         if record is not None:
             record.prepare_time = time.perf_counter() - started
         handle = self.forward_stream.submit(partial(self._forward, forward_batch, record))
-        batch.output_ids = FutureMap.placeholders(batch.req_pool_indices)
+        batch.output_ids = self.future_map.placeholders(batch.req_pool_indices)
         if not self.spec_algorithm.is_none():
             batch.spec_info = self.future_map.draft_input(batch.req_pool_indices)
         return handle, record

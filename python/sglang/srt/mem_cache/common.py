@@ -50,11 +50,10 @@ def _grow(
             f"a row of the request pool has {width} positions, {max(nxt_lens)} needed"
         )
 
-    flat = pool.req_to_token.view(-1)
     last_loc = None
     if allocator.page_size > 1:
         last = [row * width + max(cur - 1, 0) for row, cur in zip(rows, cur_lens, strict=True)]
-        last_loc = flat[to_device_async(last, torch.int64, batch.device)]
+        last_loc = pool.flat[to_device_async(last, torch.int64, batch.device)]
     out_cache_loc = allocator.alloc_extend(cur_lens, nxt_lens, last_loc)
     if out_cache_loc is None:
         raise RuntimeError(
@@ -67,7 +66,7 @@ def _grow(
         for row, cur, nxt in zip(rows, cur_lens, nxt_lens, strict=True)
     ]
     index = to_device_async(torch.from_numpy(np.concatenate(cells)), torch.int64, batch.device)
-    flat.index_copy_(0, index, out_cache_loc)
+    pool.flat.index_copy_(0, index, out_cache_loc)
     return out_cache_loc
 
 
@@ -93,18 +92,17 @@ def alloc_for_decode(batch: ScheduleBatch) -> torch.Tensor:
     Tensor, shape (B,), int64
     """
     pool, allocator = batch.req_to_token_pool, batch.token_to_kv_pool_allocator
-    flat = pool.req_to_token.view(-1)
     cell = torch.add(batch.seq_lens, batch.req_pool_indices, alpha=pool.max_context_len)
     if allocator.page_size == 1:
         out_cache_loc = allocator.alloc(len(batch.reqs))
     else:
         cur = batch.seq_lens_cpu.tolist()
-        out_cache_loc = allocator.alloc_extend(cur, [n + 1 for n in cur], flat[cell - 1])
+        out_cache_loc = allocator.alloc_extend(cur, [n + 1 for n in cur], pool.flat[cell - 1])
     if out_cache_loc is None:
         raise RuntimeError(
             f"{len(batch.reqs)} requests need a KV slot and {allocator.available_size()} are free"
         )
-    flat.index_copy_(0, cell, out_cache_loc)
+    pool.flat.index_copy_(0, cell, out_cache_loc)
     return out_cache_loc
 
 

@@ -33,6 +33,8 @@ class ReqToTokenPool:
         self.max_context_len = max_context_len
         self.device = device
         self.req_to_token = torch.zeros((size, max_context_len), dtype=torch.int64, device=device)
+        # The same memory in one row, for what writes single cells.
+        self.flat = self.req_to_token.view(-1)
         self.free_slots = list(range(size))
 
     def available_size(self) -> int:

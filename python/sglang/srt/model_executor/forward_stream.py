@@ -18,6 +18,26 @@ from typing import Any
 import torch
 
 
+class _Flag:
+    """A `threading.Event` that is set once, at little cost between two forwards."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+        self._lock.release()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self) -> None:
+        with self._lock:
+            pass
+
+
 class ForwardHandle:
     """A forward in flight. Filled in by the stream that runs it.
 
@@ -31,7 +51,7 @@ class ForwardHandle:
 
     def __init__(self, fn: Callable[[], Any]) -> None:
         self._fn: Callable[[], Any] | None = fn
-        self._done = threading.Event()
+        self._done = _Flag()
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -112,7 +132,7 @@ class ThreadForwardStream(ForwardStream):
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last_done: threading.Event | None = None
+        self._last_done: _Flag | None = None
 
     def start(self, thread_context: Callable[[], contextlib.AbstractContextManager]) -> None:
         self._thread = threading.Thread(
