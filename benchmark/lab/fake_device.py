@@ -8,12 +8,15 @@ as it would on a GPU, and everything else computes what it computes on the CPU. 
 runs beside the host.
 
 Pinned memory needs a driver. `FakeDeviceMode` keeps its books instead: inside it ``pin_memory=True``,
-``pin_memory()`` and ``is_pinned()`` work, on the threads that have entered it.
+``pin_memory()`` and ``is_pinned()`` work, on the threads that have entered it, and code that names its
+device ``"cuda"`` gets this one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -27,6 +30,7 @@ _CPU: Final = torch.device("cpu")
 _aten: Final = torch.ops.aten
 _lock = threading.Lock()
 _libraries: list[torch.library.Library] = []
+_counters: list[list[tuple[str, int]]] = []
 
 
 def device() -> torch.device:
@@ -48,6 +52,29 @@ def device() -> torch.device:
 def is_fake(value: Any) -> bool:
     """Whether `value` is a tensor of the fake device."""
     return isinstance(value, torch.Tensor) and value.device.type == NAME
+
+
+def synchronize() -> None:
+    """Wait for the device, which never has anything left to do. A ledger sees the call."""
+
+
+@contextlib.contextmanager
+def counted_copies() -> Iterator[list[tuple[str, int]]]:
+    """What crosses between host and device, in all threads: ``("H2D" or "D2H", bytes)``.
+
+    Noted where memory is copied, and so a check for whoever infers it from what was called.
+    """
+    copies: list[tuple[str, int]] = []
+    _counters.append(copies)
+    try:
+        yield copies
+    finally:
+        _counters.remove(copies)
+
+
+def _count(kind: str, values: torch.Tensor) -> None:
+    for copies in _counters:
+        copies.append((kind, values.numel() * values.element_size()))
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,11 +109,14 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             values = values_of(value)
             fakes[id(values)] = (value, values)
             return values
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and not takes_host_tensors:
-            raise RuntimeError(
-                f"{op}: expected all tensors to be on the same device, but found at least two, "
-                f"{NAME} and {value.device}"
-            )
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            if not takes_host_tensors:
+                raise RuntimeError(
+                    f"{op}: expected all tensors to be on the same device, but found at least two, "
+                    f"{NAME} and {value.device}"
+                )
+            if op._overloadpacket.__name__ != "index":  # whose indices were copied on the way here
+                _count("H2D", value)
         if isinstance(value, torch.device) and value.type == NAME:
             return _CPU
         return value
@@ -97,6 +127,8 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         # What an operation was given to write into comes back as it was.
         return fakes[id(value)][0] if id(value) in fakes else _wrap(value)
 
+    if op is _aten._local_scalar_dense.default:
+        _count("D2H", values_of(args[0]))
     args, kwargs = pytree.tree_map(take, (_with_tensors(op, args), kwargs))
     out = op(*args, **kwargs)
     for fake, values in fakes.values():
@@ -119,6 +151,8 @@ def _copy_from(
     source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
     values, place = (values_of(x) if is_fake(x) else x for x in (source, target))
+    if is_fake(source) != is_fake(target):
+        _count("D2H" if is_fake(source) else "H2D", place)
     place.copy_(values)
     return target
 
@@ -149,6 +183,9 @@ _KERNELS: Final = {
 }
 
 
+# Functions that make tensors of Python's data.
+FROM_DATA: Final = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
+
 # --- Pinned memory ----------------------------------------------------------------------------
 
 
@@ -163,12 +200,55 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return getattr(tensor.untyped_storage(), "_is_pinned", False)
 
 
+def is_meant(place: Any) -> bool:
+    """Whether `place`, a device or its name, means the fake device."""
+    return isinstance(place, str | torch.device) and str(place).partition(":")[0] in (NAME, "cuda")
+
+
+def data_of(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a function of `FROM_DATA` is to make a tensor of."""
+    place = 1 if name == "new_tensor" else 0
+    return args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+
+
+def is_sequence(index: Any) -> bool:
+    """Whether an index is a list or an array, which PyTorch makes a tensor of."""
+    return not isinstance(index, torch.Tensor) and hasattr(index, "__len__")
+
+
+def indices_on(place: torch.device, index: Any) -> Any:
+    """An index whose lists and arrays have become tensors on a device."""
+    if isinstance(index, tuple):
+        return tuple(torch.as_tensor(i).to(place) if is_sequence(i) else i for i in index)
+    return torch.as_tensor(index).to(place) if is_sequence(index) else index
+
+
 class FakeDeviceMode(TorchFunctionMode):
-    """Pinned memory on the thread that enters it."""
+    """Pinned memory, and ``"cuda"`` as a name of the fake device, on the thread that enters it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if is_meant(kwargs.get("device")):
+            kwargs["device"] = device()
+            # Done in one call, what follows does not get past other modes.
+            if name in FROM_DATA and not is_fake(data_of(name, args, kwargs)):
+                del kwargs["device"]
+                return func(*args, **kwargs).to(device())
+        if name == "new_tensor" and is_fake(args[0]) and "device" not in kwargs:
+            data, dtype = data_of(name, args, kwargs), kwargs.get("dtype", args[0].dtype)
+            return torch.tensor(data, dtype=dtype).to(device())
+        if name in ("__getitem__", "__setitem__") and is_fake(args[0]):
+            args = (args[0], indices_on(device(), args[1]), *args[2:])
+        if name == "to":
+            args = tuple(device() if is_meant(x) else x for x in args)
+            if _is_fetch_in_passing(args, kwargs):
+                # PyTorch pins what it copies to.
+                dtype = kwargs.get("dtype") or args[0].dtype
+                host = _mark_pinned(torch.empty_like(args[0], device="cpu", dtype=dtype))
+                return host.copy_(args[0], non_blocking=True)
+        if name == "cuda":
+            return args[0].to(device(), non_blocking=kwargs.get("non_blocking", False))
         if name == "is_pinned":
             return is_pinned(args[0])
         if name == "pin_memory":
@@ -178,3 +258,13 @@ class FakeDeviceMode(TorchFunctionMode):
             made = func(*args, **kwargs)
             return _mark_pinned(made) if pin else made
         return func(*args, **kwargs)
+
+
+def _is_fetch_in_passing(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether these arguments of ``Tensor.to`` copy to the host without waiting."""
+    target = [x for x in (*args[1:2], kwargs.get("device")) if isinstance(x, str | torch.device)]
+    return (
+        is_fake(args[0])
+        and bool(kwargs.get("non_blocking"))
+        and any(torch.device(x).type == "cpu" for x in target)
+    )

@@ -1,0 +1,203 @@
+"""What crosses between host and device in a decode step: ``python -m lab.audit_transfers``.
+
+An engine of this project with a tiny model runs on the fake device, or on CUDA where there is one, under
+a `TransferLedger`. Shown is what its decode steps do, divided by their number, so that one row with one
+call is one call a step.
+
+Examples
+--------
+::
+
+    cd benchmark
+    python -m lab.audit_transfers
+    python -m lab.audit_transfers --speculative chain --penalties all --steps 20
+    python -m lab.audit_transfers --phase all --json
+
+The exit status is 1 if something blocks that is not meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab import models
+from lab.fake_engine import MEANT, watched_engine
+from lab.transfer_ledger import Transfer, TransferLedger, render, rows_of
+from lab.workloads import DRAFT_SHAPES
+
+PENALTIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "frequency": {"frequency_penalty": 0.3},
+    "presence": {"presence_penalty": 0.2},
+    "repetition": {"repetition_penalty": 1.2},
+    "min_new_tokens": {"min_new_tokens": 4},
+}
+PENALTIES["all"] = {name: value for kind in PENALTIES.values() for name, value in kind.items()}
+
+# Decode steps that are left out: those beside the prefill, and those beside the end.
+_EDGE = 2
+
+
+@dataclass
+class Audit:
+    """What was found.
+
+    Attributes
+    ----------
+    transfers : list of Transfer
+        Of the steps that were asked for.
+    steps : int
+        How many those are.
+    device : str
+        Type of the device.
+    """
+
+    transfers: list[Transfer]
+    steps: int
+    device: str
+
+    def blocking(self) -> list[Transfer]:
+        """Those that block and are not meant."""
+        return [t for t in self.transfers if t.blocking and not t.allowed]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs. Counts are of all steps together."""
+        return {
+            "device": self.device,
+            "steps": self.steps,
+            "blocking": len(self.blocking()),
+            "allowed": sum(t.blocking and t.allowed for t in self.transfers),
+            "asynchronous": sum(not t.blocking for t in self.transfers),
+            "bytes": sum(t.nbytes for t in self.transfers),
+            "rows": rows_of(self.transfers),
+        }
+
+
+def audit(
+    speculative: str = "none",
+    penalties: str = "none",
+    steps: int = 8,
+    phase: str = "decode",
+    batch_size: int = 4,
+    mode: str = "record",
+    **engine_args: Any,
+) -> Audit:
+    """Run an engine under a ledger.
+
+    Parameters
+    ----------
+    speculative : {"none", "chain", "tree"}
+    penalties : str
+        A key of `PENALTIES`.
+    steps : int
+        Decode steps to look at.
+    phase : {"decode", "all"}
+        Whether to look at decode steps in the middle alone, or at everything: admission, prefill, the
+        first steps and the end.
+    batch_size : int
+    mode : {"record", "raise"}
+        See `TransferLedger`.
+    **engine_args
+        For the engine.
+    """
+    decode_steps: list[int] = []
+
+    def observe(record: Any) -> None:
+        if record.forward_mode == "DECODE" and record.num_tokens > 0:
+            decode_steps.append(record.step)
+
+    with tempfile.TemporaryDirectory(prefix="lab-audit-") as scratch:
+        path = models.write_tiny_model(Path(scratch) / "tiny", vocab_size=512)
+        if speculative != "none":
+            draft = models.write_tiny_model(Path(scratch) / "draft", draft=True, vocab_size=512)
+            engine_args |= DRAFT_SHAPES[speculative] | {
+                "speculative_algorithm": "EAGLE",
+                "speculative_draft_model_path": draft,
+            }
+        # A speculative step may yield several tokens a request.
+        most = (
+            1 if speculative == "none" else DRAFT_SHAPES[speculative]["speculative_num_steps"] + 1
+        )
+        params = {
+            "max_new_tokens": (steps + 2 * _EDGE + 1) * most,
+            "ignore_eos": True,
+            "temperature": 0,
+            **PENALTIES[penalties],
+        }
+        engine_args = {"max_total_tokens": 4096, "dtype": "float32"} | engine_args
+        with (
+            TransferLedger(mode=mode, allow=MEANT) as ledger,
+            watched_engine(
+                path,
+                ledger,
+                observer=observe,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                **engine_args,
+            ) as engine,
+        ):
+            engine.generate(
+                input_ids=models.random_prompts(512, 12, batch_size), sampling_params=params
+            )
+    transfers, chosen = ledger.transfers, len(decode_steps)
+    if phase == "decode":
+        wanted = set(decode_steps[_EDGE : _EDGE + steps])
+        transfers, chosen = [t for t in transfers if t.step in wanted], len(wanted)
+    return Audit(transfers, chosen, ledger.device_type)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="lab.audit_transfers", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--speculative", choices=("none", *DRAFT_SHAPES), default="none")
+    parser.add_argument("--penalties", choices=tuple(PENALTIES), default="none")
+    parser.add_argument("--steps", type=int, default=8, help="decode steps to look at")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--normal", action="store_true", help="the loop without overlap")
+    parser.add_argument(
+        "--phase",
+        choices=("decode", "all"),
+        default="decode",
+        help="decode steps alone, or also admission, prefill and end",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(argv)
+    for name in ("steps", "batch_size"):
+        if getattr(args, name) < 1:
+            parser.error(
+                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
+            )
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Audit and print; return the exit status."""
+    args = parse_args(argv)
+    found = audit(
+        args.speculative,
+        args.penalties,
+        args.steps,
+        args.phase,
+        args.batch_size,
+        disable_overlap_schedule=args.normal,
+    )
+    if args.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        what = "a run with" if args.phase == "all" else "the middle of a run,"
+        print(f"Transfers of {what} {found.steps} decode steps, device {found.device}:")
+        print(render(found.as_dict()["rows"]))
+    return 1 if found.blocking() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
