@@ -4,8 +4,9 @@
 The fix commits are found in the history of HEAD by their trailer. For each, two temporary worktrees
 are made, of its parent and of itself, and the tests of the present checkout run against the package
 of each. Tests marked ``proves_fix`` must fail on the parent with a message that the fix's reason
-matches; every test must pass on the fix commit. Tests without the mark guard against overreach and
-may do as they like on the parent.
+matches, or one that the mark itself gives: ``proves_fix(reason="regular expression")``; every test
+must pass on the fix commit. Tests without the mark guard against overreach and may do as they like on
+the parent.
 
 The exit status is 0 if every fix is proven, or if history holds neither fix yet, and 1 otherwise.
 
@@ -110,7 +111,7 @@ class ProofError(RuntimeError):
 
 def pytest_configure(config: pytest.Config) -> None:
     """Know the mark, also where the configuration of the tests does not."""
-    config.addinivalue_line("markers", f"{MARK}: must fail on the parent of the fix")
+    config.addinivalue_line("markers", f"{MARK}(reason): must fail on the parent of the fix")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -128,10 +129,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Carry the mark into the JUnit file."""
+    """Carry the mark into the JUnit file, with the test's own reason if it has one."""
     for item in items:
-        if item.get_closest_marker(MARK) is not None:
-            item.user_properties.append((MARK, "yes"))
+        if (mark := item.get_closest_marker(MARK)) is not None:
+            item.user_properties.append((MARK, mark.kwargs.get("reason", "")))
 
 
 # --- Git --------------------------------------------------------------------------------------
@@ -230,6 +231,7 @@ class TestResult:
     status: str
     proves: bool
     said: str = ""  # message, "E" lines and captured output
+    reason: str = ""  # that it must fail for, if it is another than the fix's
 
 
 _STATUS_OF_TAG: Final = {"failure": "failed", "error": "error", "skipped": "skipped"}
@@ -255,11 +257,15 @@ def read_junit(path: Path) -> list[TestResult]:
                 said += [line for line in (child.text or "").splitlines() if line.startswith("E ")]
             elif child.tag in ("system-out", "system-err"):
                 said.append(child.text or "")
-        proves = any(item.get("name") == MARK for item in case.iter("property"))
+        marks = [
+            item.get("value", "") for item in case.iter("property") if item.get("name") == MARK
+        ]
+        proves, reason = bool(marks), "".join(dict.fromkeys(marks))
         if (earlier := results.get(name)) is not None:
             status = min(status, earlier.status, key=_WORST_FIRST.index)
             proves, said = proves or earlier.proves, [earlier.said, *said]
-        results[name] = TestResult(name, status, proves, "\n".join(said))
+            reason = reason or earlier.reason
+        results[name] = TestResult(name, status, proves, "\n".join(said), reason)
     return list(results.values())
 
 
@@ -392,7 +398,7 @@ def judge(
     for name in dict.fromkeys([*before, *after]):
         old, new = before.get(name, absent), after.get(name, absent)
         proves = old.proves or new.proves
-        reason = find_reason(fix.reason, old.said)
+        reason = find_reason(old.reason or fix.reason, old.said)
         tests.append(TestProof(name, proves, old.status, new.status, reason))
         if new.status in ("failed", "error"):
             problems.append(f"{name} fails with the fix: {_first_line(new.said)}")

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
+
+REPO_ROOT = Path(__file__).resolve().parents[1]
+
+# Makes the laboratory importable, as PYTHONPATH=benchmark does for people. At the end: `import asv` has
+# to find the tool, not the folder of that name.
+sys.path.append(str(REPO_ROOT / "benchmark"))
 
 # Before anything imports torch or the package, so that child processes inherit it too.
 THREADS = 2

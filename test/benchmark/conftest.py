@@ -1,4 +1,4 @@
-"""Makes the laboratory importable, as PYTHONPATH=benchmark does for people."""
+"""What tests of the laboratory and of its scripts have in common."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
-# At the end: `import asv` has to find the tool, not the folder of that name.
-for folder in (REPO_ROOT / "benchmark", REPO_ROOT / "scripts", Path(__file__).parent):
+for folder in (REPO_ROOT / "scripts", Path(__file__).parent):
     sys.path.append(str(folder))
 
 

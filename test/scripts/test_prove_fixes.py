@@ -272,17 +272,29 @@ def test_a_guard_may_fail_on_the_parent_but_not_on_the_commit() -> None:
     assert problems([proof[0], guard[0]], [proof[1], guard[1]]) == "g fails with the fix: boom"
 
 
+def test_a_test_may_have_a_reason_of_its_own() -> None:
+    fix = FIXES[0]
+    said = "E   AssertionError: the pool has a leak"
+    assert find_reason(fix.reason, said)
+    for own, expected in (("pool has a leak", ""), ("stalls", "not for the stated reason")):
+        parent = TestResult("t", "failed", True, said, own)
+        commit = TestResult("t", "passed", True, "", own)
+        assert expected in problems([parent], [commit])
+        assert bool(problems([parent], [commit])) == bool(expected)
+
+
 def test_the_source_of_a_test_is_no_reason(tmp_path: Path) -> None:
     """Only what a failing test says counts, not the lines of code that its traceback shows."""
     junit = tmp_path / "junit.xml"
     junit.write_text(
         """<testsuites><testsuite><testcase classname="test.srt.test_x.TestA" name="test_y[1]">
-        <properties><property name="proves_fix" value="yes"/></properties>
+        <properties><property name="proves_fix" value="leak|KEY"/></properties>
         <failure message="KeyError: 3">    check_memory_leak(engine)
 E   KeyError: 3</failure></testcase></testsuite></testsuites>"""
     )
     (read,) = prove_fixes.read_junit(junit)
     assert (read.name, read.status, read.proves) == ("test_x::TestA::test_y[1]", "failed", True)
+    assert read.reason == "leak|KEY"
     assert find_reason("leak", read.said) == ""
     assert find_reason("KEYERROR", read.said) == "KeyError: 3"
     for misfit in (
