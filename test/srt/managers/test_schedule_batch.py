@@ -1,4 +1,4 @@
-"""Merge, filter, mix, prepare, retract: every field of a batch has a rule."""
+"""Merge, filter, mix, prepare, retract; `test_field_rules` has the laws that every field keeps."""
 
 from __future__ import annotations
 
@@ -13,57 +13,7 @@ import torch
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
-from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-# What becomes of each field in merge and in filter.
-PER_REQUEST = {
-    "reqs",
-    "req_pool_indices",
-    "seq_lens",
-    "seq_lens_cpu",
-    "output_ids",
-    "top_logprobs_nums",
-    "token_ids_logprobs",
-    "sampling_info",
-    "spec_info",
-}
-ANY_OF_THE_REQUESTS = {"return_logprob", "has_stream", "return_hidden_states"}
-GIVEN_UP = {"out_cache_loc"}
-KEPT = {
-    "req_to_token_pool",
-    "token_to_kv_pool_allocator",
-    "tree_cache",
-    "model_config",
-    "enable_overlap",
-    "device",
-    "spec_algorithm",
-    "spec_alloc_len",
-    "batch_is_full",
-    "chunked_req",
-    "forward_mode",
-    "has_grammar",
-}
-# Of the forward that was prepared last; made anew by the next preparation, and not read before it.
-OF_ONE_FORWARD = {
-    "decode_positions",
-    "input_ids",
-    "prefix_lens",
-    "extend_lens",
-    "extend_num_tokens",
-    "decoding_reqs",
-    "extend_logprob_start_lens",
-    "extend_input_logprob_token_ids",
-    "spec_next_token_ids",
-}
-# Merge: both sides are (#21840, which has tests of its own). Filter: left alone, as upstream has it.
-PREFILL_ONLY = {"is_prefill_only"}
-
-
-def test_every_field_has_one_rule() -> None:
-    groups = (PER_REQUEST, ANY_OF_THE_REQUESTS, GIVEN_UP, KEPT, OF_ONE_FORWARD, PREFILL_ONLY)
-    named = [name for group in groups for name in group]
-    assert sorted(named) == sorted(f.name for f in dataclasses.fields(ScheduleBatch))
 
 
 def draw_req(rng: random.Random, make: Callable[..., Req], number: int) -> Req:
@@ -84,73 +34,6 @@ def draw_req(rng: random.Random, make: Callable[..., Req], number: int) -> Req:
         token_ids_logprob=rng.choice([None, [1, 2]]) if logprob else None,
         return_hidden_states=rng.random() < 0.3,
     )
-
-
-def check_fields(batch: ScheduleBatch, reqs: list[Req], spec: bool) -> None:
-    """The fields say what a batch of `reqs` should say."""
-    assert batch.reqs == reqs
-    rows = [r.req_pool_idx for r in reqs]
-    assert batch.req_pool_indices.tolist() == rows
-    assert batch.seq_lens.tolist() == [r.kv_committed_len for r in reqs]
-    assert batch.seq_lens_cpu.tolist() == [r.kv_committed_len for r in reqs]
-    assert batch.output_ids.tolist() == [r.output_ids[-1] for r in reqs]
-    for name, of in (
-        ("return_logprob", "return_logprob"),
-        ("has_stream", "stream"),
-        ("return_hidden_states", "return_hidden_states"),
-    ):
-        assert getattr(batch, name) == any(getattr(r, of) for r in reqs), name
-    if batch.return_logprob:
-        assert batch.top_logprobs_nums == [r.top_logprobs_num for r in reqs]
-        assert batch.token_ids_logprobs == [r.token_ids_logprob for r in reqs]
-    info = batch.sampling_info
-    assert len(info) == len(reqs)
-    assert info.sampling_seed.tolist() == [r.sampling_seed for r in reqs]
-    assert info.top_ps.tolist() == [r.sampling_params.top_p for r in reqs]
-    assert info.is_all_greedy == all(r.sampling_params.top_k == 1 for r in reqs)
-    penalized = any(r.sampling_params.frequency_penalty for r in reqs)
-    assert info.penalizer_orchestrator.is_required == penalized
-    assert len(info.penalizer_orchestrator) == len(reqs)
-    if spec:
-        assert batch.spec_info.future_indices.tolist() == rows
-
-
-@pytest.mark.parametrize("spec", [False, True], ids=["plain", "speculative"])
-@pytest.mark.parametrize("seed", range(12))
-def test_merge_and_filter_keep_requests_and_fields_together(
-    seed: int, spec: bool, pools: type, req: Callable[..., Req]
-) -> None:
-    rng = random.Random(seed)
-    house = pools(slots=256, rows=32)
-    algorithm = SpeculativeAlgorithm.EAGLE if spec else SpeculativeAlgorithm.NONE
-    numbers = iter(range(100))
-
-    def start() -> ScheduleBatch:
-        reqs = [draw_req(rng, req, next(numbers)) for _ in range(rng.randint(1, 4))]
-        batch = house.prefilled(reqs, spec_algorithm=algorithm)
-        if spec:
-            batch.spec_info = EagleDraftInput(future_indices=batch.req_pool_indices)
-        return batch
-
-    batch = start()
-    reqs = list(batch.reqs)
-    check_fields(batch, reqs, spec)
-    for _ in range(12):
-        if rng.random() < 0.5 and len(reqs) < 12:
-            other = start()
-            reqs = reqs + other.reqs
-            batch.merge_batch(other)
-            assert batch.out_cache_loc is None
-        elif rng.random() < 0.5:
-            keep = sorted(rng.sample(range(len(reqs)), rng.randint(1, len(reqs))))
-            reqs = [reqs[i] for i in keep]
-            batch.filter_batch(keep_indices=keep)
-        else:
-            for r in rng.sample(reqs, rng.randint(0, len(reqs) - 1)):
-                r.finished_reason = object()
-            reqs = [r for r in reqs if not r.finished()]
-            batch.filter_batch()
-        check_fields(batch, reqs, spec)
 
 
 def test_filter_leaves_out_who_prefills_elsewhere(pools: type, req: Callable[..., Req]) -> None:

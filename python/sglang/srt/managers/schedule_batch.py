@@ -361,8 +361,7 @@ class ScheduleBatch:
     # Whether to return hidden states
     return_hidden_states: bool = False
 
-    # Whether no request of this batch decodes: all of them are done with their prefill. `filter_batch`
-    # leaves it: where only such requests stay, one more step drops out of them
+    # Whether no request of this batch decodes: all of them are done with their prefill
     is_prefill_only: bool = False
 
     @classmethod
@@ -626,6 +625,7 @@ class ScheduleBatch:
             self.token_ids_logprobs = None
         self.has_stream = any(req.stream for req in self.reqs)
         self.return_hidden_states = any(req.return_hidden_states for req in self.reqs)
+        self.is_prefill_only = all(req.is_prefill_only for req in self.reqs)
 
         self.sampling_info.filter_batch(keep_indices, keep_indices_device)
         if self.spec_info:
@@ -725,3 +725,48 @@ class ScheduleBatch:
         twin = copy.copy(self)
         twin.reqs = list(self.reqs)
         return twin
+
+
+# What becomes of each field of a `ScheduleBatch`: its rule, and the reason where that is not plain.
+# Whatever a batch goes through, an "any", "all" or "concatenate" field is what the rule makes of
+# batches in which each request runs alone. "reset": given up by merge and filter, made by the next preparation.
+# "rebuilt-per-step": of the forward that was prepared last, and not read before the next preparation.
+# "shared": the same object for all batches of an engine, or a note of the scheduler's on one of them.
+# Tests hold merge, filter, mix and decode against this table, field by field.
+SCHEDULE_BATCH_RULES: dict[str, str | tuple[str, str]] = {
+    "reqs": "concatenate",
+    "req_to_token_pool": ("shared", "one pool an engine"),
+    "token_to_kv_pool_allocator": ("shared", "one allocator an engine"),
+    "tree_cache": ("shared", "one cache an engine"),
+    "model_config": ("shared", "one model an engine"),
+    "forward_mode": ("rebuilt-per-step", "says what the last preparation was"),
+    "enable_overlap": ("shared", "a setting of the engine"),
+    "device": ("shared", "one device an engine"),
+    "batch_is_full": ("shared", "the scheduler's note on running_batch; it resets it on a filter"),
+    "chunked_req": ("rebuilt-per-step", "of the prefill whose result is still to come"),
+    "sampling_info": "concatenate",
+    "input_ids": ("rebuilt-per-step", "a decode step takes output_ids"),
+    "req_pool_indices": "concatenate",
+    "seq_lens": "concatenate",
+    "seq_lens_cpu": "concatenate",
+    "decode_positions": ("rebuilt-per-step", "a decode step takes seq_lens before it grows"),
+    "out_cache_loc": ("reset", "slots of a forward that has been submitted"),
+    "output_ids": "concatenate",
+    "return_logprob": "any",
+    "top_logprobs_nums": ("concatenate", "0 for who wants no logprobs; None if nobody does"),
+    "token_ids_logprobs": ("concatenate", "None for who wants no logprobs; None if nobody does"),
+    "prefix_lens": ("rebuilt-per-step", "of a prefill"),
+    "extend_lens": ("rebuilt-per-step", "of a prefill"),
+    "extend_num_tokens": ("rebuilt-per-step", "of a prefill"),
+    "decoding_reqs": ("rebuilt-per-step", "of a mixed prefill"),
+    "extend_logprob_start_lens": ("rebuilt-per-step", "of a prefill"),
+    "extend_input_logprob_token_ids": ("rebuilt-per-step", "of a prefill"),
+    "has_stream": "any",
+    "has_grammar": "any",
+    "spec_algorithm": ("shared", "a setting of the engine"),
+    "spec_info": "concatenate",
+    "spec_alloc_len": ("shared", "a setting of the engine"),
+    "spec_next_token_ids": ("rebuilt-per-step", "of a prefill"),
+    "return_hidden_states": "any",
+    "is_prefill_only": ("all", "one request that decodes is enough for a decode step (#21840)"),
+}

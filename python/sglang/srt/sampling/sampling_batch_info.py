@@ -279,3 +279,28 @@ def _build_logit_bias(
         to_device_async(values, torch.float32, device),
     )
     return bias
+
+
+# What becomes of each field of a `SamplingBatchInfo`, in the words of ``SCHEDULE_BATCH_RULES``
+# (managers/schedule_batch.py). "derived": made anew from other fields by each merge and filter.
+SAMPLING_BATCH_INFO_RULES: dict[str, str | tuple[str, str]] = {
+    "temperatures": "concatenate",
+    "top_ps": "concatenate",
+    "top_ks": "concatenate",
+    "min_ps": "concatenate",
+    "sampling_seed": "concatenate",
+    "vocab_size": ("shared", "of the model"),
+    "row_needs": "concatenate",
+    "device": ("shared", "one device an engine"),
+    "penalizer_orchestrator": ("concatenate", "rows of who needs no penalty are neutral or absent"),
+    "acc_additive_penalties": ("reset", "penalties of one forward, of a batch that was another"),
+    "acc_scaling_penalties": ("reset", "penalties of one forward, of a batch that was another"),
+    "logit_bias": ("concatenate", "rows of who has no bias are zero; None if nobody has"),
+    "is_all_greedy": "all",
+    "need_top_p_sampling": "any",
+    "need_top_k_sampling": "any",
+    "need_min_p_sampling": "any",
+    "need_filter": "any",
+    "has_greedy": "any",
+    "filtered_rows": ("derived", "numbers of rows, from row_needs; None if all or none are meant"),
+}

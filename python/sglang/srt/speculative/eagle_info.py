@@ -122,3 +122,23 @@ class EagleVerifyInput:
     def merge_batch(self, spec_info: EagleVerifyInput) -> None:
         """A verification lives inside one forward and is never merged."""
         raise NotImplementedError("EagleVerifyInput does not outlive its forward")
+
+
+# What becomes of each field, in the words of ``SCHEDULE_BATCH_RULES`` (managers/schedule_batch.py).
+EAGLE_DRAFT_INPUT_RULES: dict[str, str | tuple[str, str]] = {
+    "verified_id": "concatenate",
+    "new_seq_lens": "concatenate",
+    "topk_p": "concatenate",
+    "topk_index": "concatenate",
+    "hidden_states": "concatenate",
+    "future_indices": "concatenate",
+}
+EAGLE_VERIFY_INPUT_RULES: dict[str, str | tuple[str, str]] = {
+    "draft_token": ("rebuilt-per-step", "lives inside one forward"),
+    "parents": ("rebuilt-per-step", "lives inside one forward"),
+    "depth": ("rebuilt-per-step", "lives inside one forward"),
+    "ancestor_mask": ("rebuilt-per-step", "lives inside one forward"),
+    "draft_token_num": ("rebuilt-per-step", "lives inside one forward"),
+    "spec_steps": ("rebuilt-per-step", "lives inside one forward"),
+    "topk": ("rebuilt-per-step", "lives inside one forward"),
+}
