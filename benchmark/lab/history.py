@@ -104,11 +104,8 @@ def tracks(metric: str, unit: str) -> Any:
     return track
 
 
-class Timed:
-    """Metrics that every question has.
-
-    A time is tracked as it is, and as its ratio to the anchor beside it.
-    """
+class Common:
+    """What every question has."""
 
     param_names = ["case"]
     timeout = 120
@@ -116,6 +113,13 @@ class Timed:
     def setup(self, results: Results, case: str) -> None:
         """Skip what this commit does not have."""
         require(results, case)
+
+
+class Timed(Common):
+    """Metrics of time.
+
+    A time is tracked as it is, and as its ratio to the anchor beside it.
+    """
 
     track_us_per_token = tracks("us_per_token", "us/token")
     track_us_per_token_ratio = tracks("us_per_token_ratio", "anchors/token")

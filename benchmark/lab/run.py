@@ -164,7 +164,8 @@ def _end(worker: subprocess.Popen) -> None:
     worker.wait()
 
 
-def _say(event: Event) -> None:
+def say(event: Event) -> None:
+    """Print an event as a line, on stderr."""
     if event["event"] == "progress":
         text = f"{event['case']}: {event['what']} {event['done']}/{event['total']}"
     else:
@@ -203,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             package=args.package,
             threads=args.threads,
             rounds=args.rounds,
-            on_event=_say,
+            on_event=say,
         )
     except ValueError as error:
         parser.error(str(error))

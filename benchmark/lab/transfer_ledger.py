@@ -265,7 +265,7 @@ class TransferLedger:
 
         def collect(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
             if _SYNC_DEBUG in str(message):
-                self.sync_debug_sites.append(f"{_short(filename)}:{lineno}")
+                self.sync_debug_sites.append(f"{short_path(filename)}:{lineno}")
 
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
@@ -560,14 +560,14 @@ def _sites() -> tuple[tuple[str, str], tuple[str, str]]:
     while frame is not None and len(found) < 2:
         name = frame.f_code.co_filename
         if not (name in _HERE or name.startswith((_TORCH, "<")) or "/triton/" in name):
-            found.append((f"{_short(name)}:{frame.f_lineno}", frame.f_code.co_name))
+            found.append((f"{short_path(name)}:{frame.f_lineno}", frame.f_code.co_name))
         frame = frame.f_back
     found += [("?", "?")] * (2 - len(found))
     return found[0], found[1]
 
 
 @functools.cache
-def _short(file: str) -> str:
+def short_path(file: str) -> str:
     """A path from the package's own folder on, or else its last two parts."""
     parts = Path(file).parts
     if "sglang" in parts:

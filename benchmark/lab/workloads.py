@@ -16,14 +16,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lab import metrics, models
 from lab.metrics import Round, Step
 from lab.models import Unsupported
 
-# Tokens a request in a warm-up.
+if TYPE_CHECKING:
+    from lab.modelled_accelerator import ModelledAccelerator
+
+# Tokens a request in a warm-up; more where several come in one step and steps are counted.
 WARM_UP_LEN = 8
+MODELLED_WARM_UP_LEN = 24
 
 DRAFT_SHAPES = {
     "chain": {"speculative_num_steps": 3, "speculative_eagle_topk": 1},
@@ -46,6 +50,8 @@ class Setup:
     speculative : {"none", "chain", "tree"}
     chunked_prefill_size : int, optional
     max_running_requests : int
+    modelled : bool
+        Whether forwards run on a modelled accelerator (see `lab.modelled_accelerator`).
     """
 
     model: str = "tiny"
@@ -53,6 +59,7 @@ class Setup:
     speculative: str = "none"
     chunked_prefill_size: int | None = None
     max_running_requests: int = 64
+    modelled: bool = False
 
     @property
     def threads(self) -> int:
@@ -68,9 +75,10 @@ class Case:
     ----------
     name : str
     setup : Setup
-    kind : {"decode", "mixed"}
+    kind : {"decode", "mixed", "modelled"}
         ``decode`` runs generation requests alone. ``mixed`` runs them under a stream of scoring
-        requests, the first of which is there before them.
+        requests, the first of which is there before them. ``modelled`` is ``decode`` on a modelled
+        accelerator.
     batch_size : int
         Generation requests.
     output_len : int
@@ -79,6 +87,8 @@ class Case:
         Whether each has all four penalties and a logit bias.
     rounds : int
         How often a measurement repeats it.
+    forward_ms : float
+        How long a forward takes on the modelled accelerator.
     """
 
     name: str
@@ -88,10 +98,12 @@ class Case:
     output_len: int = 32
     penalties: bool = False
     rounds: int = 5
+    forward_ms: float = 0.0
 
     def shortened(self) -> Case:
         """The same for a warm-up: fewer tokens, everything else."""
-        return dataclasses.replace(self, output_len=min(self.output_len, WARM_UP_LEN))
+        length = MODELLED_WARM_UP_LEN if self.kind == "modelled" else WARM_UP_LEN
+        return dataclasses.replace(self, output_len=min(self.output_len, length))
 
     @property
     def anchor(self) -> str:
@@ -134,10 +146,29 @@ SPECULATIVE = tuple(
         ("tiny", "tree", 8, True),
     )
 )
+# Vocabulary of modelled cases. Dense penalties are work of the device, which no model does for the host:
+# with a small one they take little of its time.
+MODELLED_VOCAB = 512
+OVERLAP = tuple(
+    Case(
+        f"{shape}-b{batch_size}-t{forward_ms}ms",
+        Setup("tiny", speculative=shape, modelled=True),
+        kind="modelled",
+        batch_size=batch_size,
+        output_len=96,
+        penalties=True,
+        rounds=3,
+        forward_ms=forward_ms,
+    )
+    for shape in ("none", "chain")
+    for batch_size in (1, 8, 64)
+    for forward_ms in (1, 2, 5, 10)
+)
 QUESTIONS: dict[str, tuple[Case, ...]] = {
     "decode": DECODE,
     "mixed": MIXED,
     "speculative": SPECULATIVE,
+    "overlap": OVERLAP,
 }
 # By "question/name".
 CASES: dict[str, Case] = {
@@ -254,9 +285,11 @@ class Paths:
         speculate = setup.speculative != "none"
         if setup.model == "real":
             return cls(models.real_model(), models.real_draft() if speculate else None)
+        size = {"vocab_size": MODELLED_VOCAB} if setup.modelled else {}
+        draft = scratch / "tiny-draft"
         return cls(
-            models.write_tiny_model(scratch / "tiny"),
-            models.write_tiny_model(scratch / "tiny-draft", draft=True) if speculate else None,
+            models.write_tiny_model(scratch / "tiny", **size),
+            models.write_tiny_model(draft, draft=True, **size) if speculate else None,
             dummy=True,
         )
 
@@ -310,11 +343,20 @@ class Session:
         self.probe = Probe()
         self.gate = Gate()
         self.progress: Callable[[], None] = lambda: None
+        self.accelerator: ModelledAccelerator | None = None
+        if setup.modelled:
+            from lab.modelled_accelerator import ModelledAccelerator, blocking_sites
+
+            sites = blocking_sites(setup.speculative, "all")
+            self.accelerator = ModelledAccelerator(sites)
+            overrides["thread_context"] = self.accelerator.thread_context
         self.engine = sglang.Engine(
             **server_args(setup, self.paths) | overrides,
             observer=self.probe,
             model_runner_class=self.gate.runner_class(ModelRunner),
         )
+        if self.accelerator is not None:
+            self.accelerator.attach(self.engine)
 
     def close(self) -> None:
         """Shut the engine down."""
@@ -330,7 +372,8 @@ class Session:
         """Prompts of the case's generation requests."""
         if self.setup.model == "real":
             return models.chat_prompts(self.paths.model, case.batch_size)
-        return models.random_prompts(models.TINY["vocab_size"], 32, case.batch_size)
+        size = MODELLED_VOCAB if self.setup.modelled else models.TINY["vocab_size"]
+        return models.random_prompts(size, 32, case.batch_size)
 
     def run_round(self, case: Case) -> dict[str, float]:
         """Run the case once.
@@ -347,7 +390,8 @@ class Session:
         RuntimeError
             If the engine died of it.
         """
-        found = self._decode(case) if case.kind == "decode" else _MixedRound(self, case).run()
+        kinds = {"decode": self._decode, "modelled": self._modelled}
+        found = kinds[case.kind](case) if case.kind in kinds else _MixedRound(self, case).run()
         self._check_pools()
         return found
 
@@ -376,6 +420,20 @@ class Session:
         round_ = self.generate(prompts, sampling_params(case))
         metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
         return metrics.decode_metrics(round_)
+
+    def _modelled(self, case: Case) -> dict[str, float]:
+        from lab.modelled_accelerator import occupancy_metrics, quick_switches
+
+        accelerator, prompts = self.accelerator, self.prompts(case)
+        accelerator.forward_s = case.forward_ms / 1e3
+        accelerator.stalls.clear()
+        accelerator.wake_ups.clear()
+        with quick_switches():
+            round_ = self.generate(prompts, sampling_params(case))
+        metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
+        return occupancy_metrics(
+            round_.steps, accelerator.forward_s, accelerator.stalls, accelerator.wake_ups
+        )
 
     def _check_pools(self) -> None:
         """At rest, all KV slots and rows are free."""

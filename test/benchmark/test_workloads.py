@@ -20,18 +20,25 @@ from lab.workloads import CASES, QUESTIONS, Case, Gate, Probe, Session, Setup
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
 # What a worker's interpreter runs first: the defect of #21840 put into, or taken out of, whatever
-# package is installed.
+# package is installed. A filter leaves the flag, as upstream's does: one that sets it mends the defect.
 PATCH = """
 import sglang.srt.managers.schedule_batch as module
 
 merge_batch = module.ScheduleBatch.merge_batch
+filter_batch = module.ScheduleBatch.filter_batch
 
 def merge(self, other):
     before = self.is_prefill_only, other.is_prefill_only
     merge_batch(self, other)
     self.is_prefill_only = {flag}
 
+def filter(self, *args, **kwargs):
+    before = self.is_prefill_only
+    filter_batch(self, *args, **kwargs)
+    self.is_prefill_only = before
+
 module.ScheduleBatch.merge_batch = merge
+module.ScheduleBatch.filter_batch = filter
 """
 BROKEN = PATCH.format(flag="before[0]")
 WHOLE = PATCH.format(flag="all(before)")

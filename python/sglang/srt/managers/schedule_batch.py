@@ -729,10 +729,10 @@ class ScheduleBatch:
 
 # What becomes of each field of a `ScheduleBatch`: its rule, and the reason where that is not plain.
 # Whatever a batch goes through, an "any", "all" or "concatenate" field is what the rule makes of
-# batches in which each request runs alone. "reset": given up by merge and filter, made by the next preparation.
-# "rebuilt-per-step": of the forward that was prepared last, and not read before the next preparation.
-# "shared": the same object for all batches of an engine, or a note of the scheduler's on one of them.
-# Tests hold merge, filter, mix and decode against this table, field by field.
+# batches in which each request runs alone. "reset": given up by merge and filter, made by the next
+# preparation. "rebuilt-per-step": of the forward that was prepared last, and not read before the next
+# preparation. "shared": the same object for all batches of an engine, or a note of the scheduler's on
+# one of them. Tests hold merge, filter, mix and decode against this table, field by field.
 SCHEDULE_BATCH_RULES: dict[str, str | tuple[str, str]] = {
     "reqs": "concatenate",
     "req_to_token_pool": ("shared", "one pool an engine"),
