@@ -64,6 +64,10 @@ bench: env model ## Measure the landmark commits with asv and print the table
 prove-fixes: env model ## Show that each fix's tests fail before it and pass with it
 	$(PY) scripts/prove_fixes.py $(ARGS)
 
+.PHONY: upstream
+upstream: env ## Get the releases of SGLang that tests look at, and an environment for them
+	$(PY) scripts/upstream/prepare.py $(ARGS)
+
 .PHONY: speed
 speed: env model ## Compare decoding with Hugging Face, the loops, and host work, in one run
 	$(PY) benchmark/speed.py $(ARGS)

@@ -19,13 +19,16 @@ The exit status is 1 if something blocks that is not meant.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lab import models
 from lab.fake_engine import MEANT, watched_engine
@@ -133,6 +136,7 @@ def audit(
         }
         engine_args = {"max_total_tokens": 4096, "dtype": "float32"} | engine_args
         with (
+            _one_thread(),
             TransferLedger(mode=mode, allow=MEANT) as ledger,
             watched_engine(
                 path,
@@ -151,6 +155,17 @@ def audit(
         wanted = set(decode_steps[_EDGE : _EDGE + steps])
         transfers, chosen = [t for t in transfers if t.step in wanted], len(wanted)
     return Audit(transfers, chosen, ledger.device_type)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operations of a tiny model are not worth two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME: Final = "fakegpu"
@@ -129,12 +128,20 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     if op is _aten._local_scalar_dense.default:
         _count("D2H", values_of(args[0]))
-    args, kwargs = pytree.tree_map(take, (_with_tensors(op, args), kwargs))
+    args = _map(take, _with_tensors(op, args))
+    kwargs = {name: _map(take, value) for name, value in kwargs.items()}
     out = op(*args, **kwargs)
     for fake, values in fakes.values():
         if (fake.size(), fake.stride()) != (values.size(), values.stride()):  # resized
             fake.data = _wrap(values)
-    return pytree.tree_map(give, out)
+    return _map(give, out)
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to an argument or a result, or to each of a list of them."""
+    if isinstance(value, list | tuple):
+        return type(value)(_map(function, x) for x in value)
+    return function(value)
 
 
 def _with_tensors(op: Any, args: tuple) -> list[Any]:

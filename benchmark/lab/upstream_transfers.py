@@ -1,0 +1,99 @@
+"""What real SGLang copies to prepare a batch with all penalties: ``python -m lab.upstream_transfers``.
+
+For an interpreter as `lab.upstream` wants it. Prints JSON: what `TransferLedger.as_dict` tells of
+``build`` (the sampling parameters of a batch), ``decode`` (a plain decode step), ``spec_decode`` (a
+speculative one) and ``apply`` (penalizing logits). The kernel that enters KV slots into the request pool
+is left out: it is compiled, and no copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lab import fake_device, upstream
+from lab.transfer_ledger import TransferLedger
+
+ALL_PENALTIES = {
+    "frequency_penalty": 0.3,
+    "presence_penalty": 0.2,
+    "repetition_penalty": 1.2,
+    "min_new_tokens": 4,
+    "stop_token_ids": [5, 7],
+}
+SPECULATION = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+SIZE = 4
+
+
+@contextlib.contextmanager
+def a_gpu() -> Iterator[None]:
+    """Upstream asks whether CUDA is there before it pins memory."""
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        yield
+
+
+def watched(act: Callable[[], Any]) -> dict[str, Any]:
+    """What the fake device's ledger sees of `act`."""
+    with TransferLedger(fake_device.NAME) as ledger, a_gpu():
+        act()
+    return ledger.as_dict()
+
+
+def build() -> dict[str, Any]:
+    """Building the sampling parameters of a batch whose requests have all penalties."""
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    batch = _batch()
+    return watched(lambda: SamplingBatchInfo.from_schedule_batch(batch, upstream.VOCAB_SIZE))
+
+
+def decode() -> dict[str, Any]:
+    """A decode step's preparation."""
+    batch = _batch()
+    batch.output_ids = torch.zeros(SIZE, dtype=torch.int64, device=batch.device)
+    return watched(batch.prepare_for_decode)
+
+
+def apply() -> dict[str, Any]:
+    """Penalizing the logits of a step."""
+    batch = _batch()
+    logits = torch.zeros((SIZE, upstream.VOCAB_SIZE), device=batch.device)
+    return watched(lambda: batch.sampling_info.penalizer_orchestrator.apply(logits))
+
+
+def spec_decode() -> dict[str, Any]:
+    """A speculative decode step's preparation."""
+    from sglang.srt.speculative import spec_utils
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+    batch = _batch(**SPECULATION)
+    batch.spec_info = object.__new__(EagleDraftInput)
+    with mock.patch.object(spec_utils, "assign_req_to_token_pool_func", lambda *args: None):
+        return watched(batch.prepare_for_decode)
+
+
+def _batch(**settings: Any) -> Any:
+    with fake_device.FakeDeviceMode():
+        return upstream.schedule_batch(SIZE, str(fake_device.device()), ALL_PENALTIES, **settings)
+
+
+def main() -> None:
+    """Print everything as JSON."""
+    upstream.stub_what_is_absent()
+    with torch.inference_mode(False), torch.no_grad():
+        acts = (build, decode, spec_decode, apply)
+        print(json.dumps({act.__name__: act() for act in acts}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

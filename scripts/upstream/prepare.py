@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Get releases of SGLang, and an environment in which their objects can be made without a GPU.
+
+``.cache/upstream/VERSION`` holds what the wheel on PyPI holds, ``.cache/upstream/dl`` the wheel, and
+``.cache/upstream/checksums.json`` its SHA-256 as it was when it first came; a later download has to be
+the same. The environment lies beside them. None of it is ever committed. What is there is used as it is.
+
+Examples
+--------
+::
+
+    python scripts/upstream/prepare.py                # those that the tests use
+    python scripts/upstream/prepare.py 0.5.14 0.5.23
+    python scripts/upstream/prepare.py --no-env 0.5.9
+    python scripts/upstream/prepare.py --remove       # everything, environment too
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+REPO_ROOT: Final = Path(__file__).resolve().parents[2]
+UPSTREAM: Final = REPO_ROOT / ".cache" / "upstream"
+# What the tests marked `upstream` use.
+RELEASES: Final = ("0.5.13.post1", "0.5.14")
+ENVIRONMENT: Final = "venv-transformers5"
+REQUIREMENTS: Final = ("torch.txt", "upstream-transformers5.txt")
+
+Say = Callable[[str], None]
+
+
+class PrepareError(RuntimeError):
+    """A failure with a message that a person can act on; `main` prints it without a traceback."""
+
+
+def release(version: str, root: Path = UPSTREAM, say: Say = print) -> Path:
+    """The directory of a release, which is downloaded and unpacked if it is not there.
+
+    Raises
+    ------
+    PrepareError
+        If it cannot be had, or is another file than it was.
+    """
+    tree = root / version
+    if (tree / "sglang" / "__init__.py").is_file():
+        say(f"SGLang {version} is there")
+        return tree
+    wheel = _wheel(version, root / "dl", say)
+    _check(wheel, root / "checksums.json")
+    with tempfile.TemporaryDirectory(dir=root, prefix=f".{version}-") as scratch:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(scratch)
+        shutil.rmtree(tree, ignore_errors=True)
+        unpacked = root / f".{version}.unpacked"
+        shutil.rmtree(unpacked, ignore_errors=True)
+        shutil.copytree(scratch, unpacked)
+        unpacked.rename(tree)
+    say(f"SGLang {version} is at {tree.relative_to(root.parent.parent)}")
+    return tree
+
+
+def _wheel(version: str, folder: Path, say: Say) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    pattern = f"sglang-{version}-*.whl"
+    if not list(folder.glob(pattern)):
+        say(f"downloading SGLang {version}")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary=:all:", "--dest", str(folder), f"sglang=={version}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise PrepareError(
+                f"SGLang {version} is neither in {folder} nor to be had from the package index:\n"
+                f"{done.stderr.strip()[-1500:]}"
+            )
+    (wheel,) = sorted(folder.glob(pattern))[:1]
+    return wheel
+
+
+def _check(wheel: Path, book: Path) -> None:
+    """See that a wheel is what it was when it first came."""
+    known = json.loads(book.read_text()) if book.is_file() else {}
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if known.setdefault(wheel.name, found) != found:
+        raise PrepareError(
+            f"{wheel.name} has SHA-256 {found}, and had {known[wheel.name]} when it first came "
+            f"({book})"
+        )
+    book.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+
+
+def environment(root: Path = UPSTREAM, say: Say = print) -> Path:
+    """The interpreter of the environment, which is made if it is not there.
+
+    Raises
+    ------
+    PrepareError
+        If a package cannot be installed.
+    """
+    folder = root / ENVIRONMENT
+    python, stamp = folder / "bin" / "python", folder / ".stamp"
+    requirements = [REPO_ROOT / "requirements" / name for name in REQUIREMENTS]
+    wanted = "".join(path.read_text() for path in requirements)
+    if stamp.is_file() and stamp.read_text() == wanted:
+        say(f"the environment is there: {ENVIRONMENT}")
+        return python
+    say(f"making the environment {ENVIRONMENT}")
+    venv.create(folder, with_pip=True, clear=True)
+    for path in requirements:
+        say(f"installing {path.name}")
+        command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+        done = subprocess.run([*command, "-r", str(path)], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise PrepareError(f"{path.name} cannot be installed:\n{done.stderr.strip()[-1500:]}")
+    stamp.write_text(wanted)
+    return python
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="prepare.py", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("versions", nargs="*", default=list(RELEASES), metavar="VERSION")
+    parser.add_argument("--no-env", action="store_true", help="releases alone")
+    parser.add_argument("--remove", action="store_true", help="remove .cache/upstream")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare; return the exit status."""
+    args = parse_args(argv)
+    if args.remove:
+        shutil.rmtree(UPSTREAM, ignore_errors=True)
+        print("removed .cache/upstream")
+        return 0
+    steps = len(args.versions) + (not args.no_env)
+    count = 0
+
+    def say(line: str) -> None:
+        print(f"[{count}/{steps}] {line}", flush=True)
+
+    try:
+        for version in args.versions:
+            count += 1
+            release(version, say=say)
+        if not args.no_env:
+            count += 1
+            environment(say=say)
+    except PrepareError as error:
+        print(f"prepare: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

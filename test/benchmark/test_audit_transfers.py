@@ -1,0 +1,54 @@
+"""The command that shows what a decode step copies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lab import audit_transfers
+from lab.audit_transfers import PENALTIES, audit, main
+from lab.transfer_ledger import Transfer
+
+
+def test_a_plain_step_copies_its_result(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--steps", "3", "--batch-size", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    totals = {k: found[k] for k in ("device", "steps", "blocking", "allowed", "asynchronous")}
+    assert totals == dict(device="fakegpu", steps=3, blocking=0, allowed=3, asynchronous=3)
+    # Two tokens of eight bytes in each of three steps.
+    assert found["bytes"] == 48
+    assert [(r["kind"], r["calls"]) for r in found["rows"]] == [("SYNC", 3), ("D2H", 3)]
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_any_penalty_copies_the_tokens_once(kind: str) -> None:
+    found = audit(penalties=kind, steps=2, disable_overlap_schedule=True)
+    copies = [t for t in found.transfers if t.kind == "H2D"]
+    assert [(t.function, t.blocking) for t in copies] == [
+        ("cumulate_penalty_output_tokens", False)
+    ] * (0 if kind == "none" else 2)
+
+
+def test_a_whole_run_shows_the_loading(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights are copied as they may: nothing runs yet that would have to wait."""
+    assert main(["--phase", "all", "--steps", "1", "--batch-size", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "BLOCKS" in out and "load_model" in out
+    blocking = audit(phase="all", steps=1).blocking()
+    assert {t.step for t in blocking} == {None}
+
+
+def test_what_blocks_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = Transfer("D2H", "item", 4, False, True, "a.py:1", "f", "b.py:2", "MainThread", 3)
+    monkeypatch.setattr(
+        audit_transfers, "audit", lambda *a, **k: audit_transfers.Audit([transfer], 1, "fakegpu")
+    )
+    assert main([]) == 1
+
+
+@pytest.mark.parametrize("option", ["--steps", "--batch-size"])
+def test_bad_numbers_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([option, "0"])
+    assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
