@@ -33,7 +33,7 @@ from typing import Final
 REPO_ROOT: Final = Path(__file__).resolve().parents[2]
 UPSTREAM: Final = REPO_ROOT / ".cache" / "upstream"
 # What the tests marked `upstream` use.
-RELEASES: Final = ("0.5.13.post1", "0.5.14")
+RELEASES: Final = ("0.5.9", "0.5.13.post1", "0.5.14", "0.5.23")
 ENVIRONMENT: Final = "venv-transformers5"
 REQUIREMENTS: Final = ("torch.txt", "upstream-transformers5.txt")
 
