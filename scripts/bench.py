@@ -6,7 +6,7 @@ fix, and HEAD. asv makes one environment (once, below ``.asv/env``), installs on
 into it and measures each with the laboratory of the working tree. Results stay in ``.asv/results``, so
 that a second call measures only what is new. The asv site is written to ``.asv/html``.
 
-The work, on an idle two-core machine: some two minutes for the environment, two and a half a commit.
+The work, on an idle two-core machine: some two minutes for the environment, three and a half a commit.
 
 Examples
 --------
@@ -63,8 +63,8 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
         ("steps_per_token", "accepted length", lambda x: 1 / x, 3, True),
     ),
     "overlap.Overlap": (
-        ("model_fwd_idle", "MODEL: forward occupancy", lambda x: 1 - x, 3, True),
-        ("model_itl_p50_ms", "MODEL: ITL p50, ms", _SAME, 3, False),
+        ("model_fwd_idle", "MODEL occupancy", lambda x: 1 - x, 3, True),
+        ("model_itl_p50_ms", "MODEL ITL p50, ms", _SAME, 3, False),
     ),
 }
 # Questions of many cases, of which the table shows some; the asv site has all.

@@ -218,6 +218,16 @@ def data_of(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
 
 
+def with_numbers(data: Any) -> Any:
+    """Lists of data with numbers in the place of tensors of one number, each of which is fetched."""
+    if type(data) in (list, tuple):
+        return type(data)(
+            x.item() if isinstance(x, torch.Tensor) and x.dim() == 0 else with_numbers(x)
+            for x in data
+        )
+    return data
+
+
 def is_sequence(index: Any) -> bool:
     """Whether an index is a list or an array, which PyTorch makes a tensor of."""
     return not isinstance(index, torch.Tensor) and hasattr(index, "__len__")
@@ -236,9 +246,11 @@ class FakeDeviceMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name in FROM_DATA:
+            # Done inside the call, this does not get past other modes.
+            args = tuple(with_numbers(x) for x in args)
         if is_meant(kwargs.get("device")):
             kwargs["device"] = device()
-            # Done in one call, what follows does not get past other modes.
             if name in FROM_DATA and not is_fake(data_of(name, args, kwargs)):
                 del kwargs["device"]
                 return func(*args, **kwargs).to(device())

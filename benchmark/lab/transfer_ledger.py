@@ -287,7 +287,7 @@ class TransferLedger:
         BlockingTransfer
             In mode ``"raise"``, if it blocks and is not meant.
         """
-        if getattr(self._local, "is_muted", False) or self._stack is None:
+        if self._stack is None or (kind == H2D and getattr(self._local, "is_entered", False)):
             return
         (site, function), (via, _) = _sites()
         step = getattr(self._local, "step", None)
@@ -313,12 +313,13 @@ class TransferLedger:
         return any(place == site or place.endswith("/" + site) for site in self._allowed)
 
     @contextlib.contextmanager
-    def _muted(self) -> Iterator[None]:
-        self._local.is_muted = True
+    def _without_copies(self) -> Iterator[None]:
+        """Copies to the device that the calling thread makes inside are entered by other means."""
+        self._local.is_entered = True
         try:
             yield
         finally:
-            self._local.is_muted = False
+            self._local.is_entered = False
 
     @contextlib.contextmanager
     def _filling(self, with_number: bool) -> Iterator[None]:
@@ -416,10 +417,12 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, ledger = getattr(func, "__name__", ""), self.ledger
+        if name in fake_device.FROM_DATA:
+            args = tuple(fake_device.with_numbers(x) for x in args)
         if name in fake_device.FROM_DATA and self._is_for_device(name, args, kwargs):
-            if not isinstance(fake_device.data_of(name, args, kwargs), torch.Tensor):
+            if not ledger.is_device(fake_device.data_of(name, args, kwargs)):
                 # The size is not known before. Nothing has been given out, should this raise.
-                with ledger._muted():
+                with ledger._without_copies():
                     made = func(*args, **kwargs)
                 ledger.note(H2D, f"{name}(data, device)", made.nbytes, False, True)
                 return made
@@ -429,7 +432,7 @@ class _Functions(TorchFunctionMode):
                     nbytes = torch.as_tensor(index).nbytes
                     ledger.note(H2D, f"{name}[list]", nbytes, False, True)
             if ledger.is_fake:
-                with ledger._muted():
+                with ledger._without_copies():
                     args = (args[0], fake_device.indices_on(args[0].device, args[1]), *args[2:])
             with ledger._filling(len(args) > 2 and isinstance(args[2], int | float)):
                 return func(*args, **kwargs)
@@ -462,9 +465,9 @@ class _Operations(TorchDispatchMode):
         elif name == "_local_scalar_dense":
             if ledger.is_device(args[0]):
                 ledger.note(D2H, "item", args[0].element_size(), False, True)
-        elif name == "equal":
+        elif name in ("equal", "allclose"):
             if any(ledger.is_device(x) for x in args):
-                ledger.note(D2H, "equal", 1, False, True)
+                ledger.note(D2H, name, 1, False, True)
         elif name in _SIZE_SYNCS:
             given_size = name == "repeat_interleave" and kwargs.get("output_size") is not None
             if not given_size and any(ledger.is_device(x) for x in pytree.tree_leaves(args)):

@@ -155,9 +155,9 @@ OVERLAP = tuple(
         Setup("tiny", speculative=shape, modelled=True),
         kind="modelled",
         batch_size=batch_size,
-        output_len=96,
+        output_len=64,
         penalties=True,
-        rounds=3,
+        rounds=2,
         forward_ms=forward_ms,
     )
     for shape in ("none", "chain")
