@@ -68,12 +68,12 @@ def counted_copies() -> Iterator[list[tuple[str, int]]]:
     try:
         yield copies
     finally:
-        _counters.remove(copies)
+        _counters[:] = [other for other in _counters if other is not copies]
 
 
-def _count(kind: str, values: torch.Tensor) -> None:
-    for copies in _counters:
-        copies.append((kind, values.numel() * values.element_size()))
+def _count(kind: str, nbytes: int) -> None:
+    for copies in tuple(_counters):
+        copies.append((kind, nbytes))
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,6 +91,28 @@ _TAKE_HOST_TENSORS: Final = frozenset(
 )
 
 
+# It takes a tensor of one number from the host where it computes, and not where tensors are looked up or
+# put together.
+_TAKE_NO_HOST_NUMBERS: Final = frozenset(
+    (
+        "cat",
+        "embedding",
+        "gather",
+        "index_add",
+        "index_add_",
+        "index_copy",
+        "index_copy_",
+        "index_select",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
+        "stack",
+        "take",
+    )
+)
+
+
 def _wrap(values: torch.Tensor) -> torch.Tensor:
     """A tensor of the fake device with these values, and the same strides."""
     nothing = torch._C._acc.create_empty_tensor([0], values.dtype)
@@ -102,20 +124,21 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any operation on the values."""
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     takes_host_tensors = op._overloadpacket.__name__ in _TAKE_HOST_TENSORS
+    takes_host_numbers = op._overloadpacket.__name__ not in _TAKE_NO_HOST_NUMBERS
 
     def take(value: Any) -> Any:
         if is_fake(value):
             values = values_of(value)
             fakes[id(values)] = (value, values)
             return values
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
+        if isinstance(value, torch.Tensor) and (value.dim() > 0 or not takes_host_numbers):
             if not takes_host_tensors:
                 raise RuntimeError(
                     f"{op}: expected all tensors to be on the same device, but found at least two, "
                     f"{NAME} and {value.device}"
                 )
             if op._overloadpacket.__name__ != "index":  # whose indices were copied on the way here
-                _count("H2D", value)
+                _count("H2D", value.nbytes)
         if isinstance(value, torch.device) and value.type == NAME:
             return _CPU
         return value
@@ -127,7 +150,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         return fakes[id(value)][0] if id(value) in fakes else _wrap(value)
 
     if op is _aten._local_scalar_dense.default:
-        _count("D2H", values_of(args[0]))
+        _count("D2H", args[0].element_size())
     args = _map(take, _with_tensors(op, args))
     kwargs = {name: _map(take, value) for name, value in kwargs.items()}
     out = op(*args, **kwargs)
@@ -159,7 +182,9 @@ def _copy_from(
 ) -> torch.Tensor:
     values, place = (values_of(x) if is_fake(x) else x for x in (source, target))
     if is_fake(source) != is_fake(target):
-        _count("D2H" if is_fake(source) else "H2D", place)
+        # As CUDA does it, types change on the device if the host does not wait, else on the host.
+        crosses = source if is_fake(target) == bool(non_blocking) else target
+        _count("D2H" if is_fake(source) else "H2D", place.numel() * crosses.element_size())
     place.copy_(values)
     return target
 
@@ -218,14 +243,33 @@ def data_of(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
 
 
-def with_numbers(data: Any) -> Any:
-    """Lists of data with numbers in the place of tensors of one number, each of which is fetched."""
-    if type(data) in (list, tuple):
-        return type(data)(
-            x.item() if isinstance(x, torch.Tensor) and x.dim() == 0 else with_numbers(x)
-            for x in data
-        )
-    return data
+def tensors_in(data: Any) -> list[torch.Tensor]:
+    """Tensors in the lists that another tensor is to be made of. Each of them is one number."""
+    if not isinstance(data, list | tuple):
+        return []
+    found = [x for x in data if isinstance(x, torch.Tensor)]
+    return found + [t for x in data if isinstance(x, list | tuple) for t in tensors_in(x)]
+
+
+def _fetched(data: Any) -> Any:
+    """The same lists, with tensors of the host in the place of those of the device."""
+    if isinstance(data, list | tuple):
+        return type(data)(_fetched(x) for x in data)
+    return data.cpu() if is_fake(data) else data
+
+
+def to_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None, bool]:
+    """Device or None, type or None, and ``non_blocking``, of a call of ``Tensor.to``."""
+    place, dtype = kwargs.get("device"), kwargs.get("dtype")
+    flags = [x for x in args[1:] if isinstance(x, bool)]
+    for x in (*args[1:], kwargs.get("other")):
+        if isinstance(x, torch.Tensor):
+            place, dtype = x.device, x.dtype
+        elif isinstance(x, torch.dtype):
+            dtype = x
+        elif isinstance(x, str | torch.device):
+            place = x
+    return place, dtype, bool(kwargs.get("non_blocking", flags[0] if flags else False))
 
 
 def is_sequence(index: Any) -> bool:
@@ -246,9 +290,9 @@ class FakeDeviceMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in FROM_DATA:
+        if name in FROM_DATA and any(map(is_fake, tensors_in(data_of(name, args, kwargs)))):
             # Done inside the call, this does not get past other modes.
-            args = tuple(with_numbers(x) for x in args)
+            args = tuple(_fetched(x) if isinstance(x, list | tuple) else x for x in args)
         if is_meant(kwargs.get("device")):
             kwargs["device"] = device()
             if name in FROM_DATA and not is_fake(data_of(name, args, kwargs)):
@@ -261,13 +305,13 @@ class FakeDeviceMode(TorchFunctionMode):
             args = (args[0], indices_on(device(), args[1]), *args[2:])
         if name == "to":
             args = tuple(device() if is_meant(x) else x for x in args)
-            if _is_fetch_in_passing(args, kwargs):
+            place, dtype, non_blocking = to_arguments(args, kwargs)
+            if is_fake(args[0]) and non_blocking and place and torch.device(place).type == "cpu":
                 # PyTorch pins what it copies to.
-                dtype = kwargs.get("dtype") or args[0].dtype
-                host = _mark_pinned(torch.empty_like(args[0], device="cpu", dtype=dtype))
-                return host.copy_(args[0], non_blocking=True)
+                host = torch.empty_like(args[0], device="cpu", dtype=dtype or args[0].dtype)
+                return _mark_pinned(host).copy_(args[0], non_blocking=True)
         if name == "cuda":
-            return args[0].to(device(), non_blocking=kwargs.get("non_blocking", False))
+            return args[0].to(device(), non_blocking=to_arguments(args, kwargs)[2])
         if name == "is_pinned":
             return is_pinned(args[0])
         if name == "pin_memory":
@@ -277,13 +321,3 @@ class FakeDeviceMode(TorchFunctionMode):
             made = func(*args, **kwargs)
             return _mark_pinned(made) if pin else made
         return func(*args, **kwargs)
-
-
-def _is_fetch_in_passing(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether these arguments of ``Tensor.to`` copy to the host without waiting."""
-    target = [x for x in (*args[1:2], kwargs.get("device")) if isinstance(x, str | torch.device)]
-    return (
-        is_fake(args[0])
-        and bool(kwargs.get("non_blocking"))
-        and any(torch.device(x).type == "cpu" for x in target)
-    )

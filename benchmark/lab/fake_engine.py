@@ -16,9 +16,9 @@ from lab.transfer_ledger import TransferLedger
 
 # Where the host is meant to wait: for the results of a forward, when it handles them.
 MEANT: tuple[str, ...] = (
-    "scheduler.py:process_batch_result",
+    "SYNC scheduler.py:process_batch_result",
     # On CUDA the wait is inside.
-    "forward_stream.py:wait",
+    "SYNC forward_stream.py:wait",
 )
 
 
@@ -61,7 +61,7 @@ class _WatchedStream:
     def submit(self, fn: Callable[[], Any]) -> Any:
         self._submitted += 1
         handle = self._stream.submit(self._in_step(self._submitted, fn))
-        handle.lab_step, wait = self._submitted, handle.wait
+        wait = handle.wait
 
         def noted_wait() -> Any:
             fake_device.synchronize()
@@ -90,6 +90,7 @@ def tell_steps(ledger: TransferLedger, scheduler: Any) -> None:
     Preparing a forward belongs to its step, and handling its results too.
     """
     prepare, process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
+    stream, submit = scheduler.forward_stream, scheduler.forward_stream.submit
 
     def get_next_batch_to_run() -> Any:
         with ledger.in_step(scheduler.forward_ct + 1):
@@ -99,6 +100,12 @@ def tell_steps(ledger: TransferLedger, scheduler: Any) -> None:
         with ledger.in_step(getattr(handle, "lab_step", None)):
             return process(batch, handle, *rest)
 
+    def numbered_submit(fn: Callable[[], Any]) -> Any:
+        handle = submit(fn)
+        handle.lab_step = scheduler.forward_ct
+        return handle
+
+    stream.submit = numbered_submit
     scheduler.get_next_batch_to_run = get_next_batch_to_run
     scheduler.process_batch_result = process_batch_result
     # What is left: making and submitting the forward, when its number is given.

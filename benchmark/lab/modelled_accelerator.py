@@ -229,8 +229,14 @@ def quick_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+_awake = threading.local()
+
+
 def _wake_up_in_time() -> None:
-    """Ask Linux not to let the calling thread's sleeps end late, by 50 us and more."""
+    """Ask Linux, once a thread, not to let its sleeps end late, by 50 us and more."""
+    if getattr(_awake, "in_time", False):
+        return
+    _awake.in_time = True
     PR_SET_TIMERSLACK, nanosecond = 29, 1
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

@@ -8,7 +8,9 @@ When does a transfer block? ``non_blocking=True`` alone does not make a copy asy
 copy kernel does (PyTorch's ``aten/src/ATen/native/cuda/Copy.cu``) is asynchronous only if the host's
 memory is page-locked *and* is what gets copied. Pageable memory is staged through a driver's buffer,
 behind what the stream was given before, and the host stands still. So it does where the copy changes the
-type or the layout and the host's side of it is therefore a temporary, which is pageable.
+layout and the host's side of it is therefore a temporary, which is pageable. (A type is changed on the
+device, if the host does not wait.) How long a small pageable copy holds the host up is up to the driver;
+here it counts as blocking.
 
 Examples
 --------
@@ -57,6 +59,15 @@ _SIZE_SYNCS: Final = frozenset(
         "repeat_interleave",
     )
 )
+# Operations that fetch a number of the device, by the place of the argument that it is in. A draw looks
+# at its weights first.
+_FETCHES: Final = {
+    "masked_fill": 2,
+    "masked_fill_": 2,
+    "index_fill": 3,
+    "index_fill_": 3,
+    "multinomial": 0,
+}
 _INDEXING: Final = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
 _SYNC_DEBUG: Final = "called a synchronizing CUDA operation"
 
@@ -137,8 +148,7 @@ class TransferLedger:
     device_type : str, optional
         Type of the device to watch. By default ``"cuda"`` where there is one, else the fake device.
     mode : {"record", "raise"}
-        Whether a blocking transfer that is not meant raises `BlockingTransfer` where it happens, before
-        it does.
+        Whether a blocking transfer that is not meant raises `BlockingTransfer` where it happens.
     allow : sequence of str
         Sites that may block, see `allow`.
     sync_debug : bool
@@ -216,7 +226,14 @@ class TransferLedger:
             self._local.step = before
 
     def allow(self, *sites: str) -> None:
-        """Let these block: ``"file:function"``, where `file` may be the end of a path."""
+        """Let these block.
+
+        Parameters
+        ----------
+        *sites : str
+            ``"file:function"``, where `file` may be the end of a path; or ``"SYNC file:function"`` for
+            one kind alone.
+        """
         self._allowed += sites
 
     @contextlib.contextmanager
@@ -263,9 +280,10 @@ class TransferLedger:
     def _sync_debug(self) -> Iterator[None]:
         """Collect PyTorch's own warnings of what synchronises. Knows no pageable copies."""
 
-        def collect(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        def collect(message: Any, *rest: Any) -> None:
+            # The warning itself names the innermost frame, which is one of this module or of torch.
             if _SYNC_DEBUG in str(message):
-                self.sync_debug_sites.append(f"{short_path(filename)}:{lineno}")
+                self.sync_debug_sites.append(_sites()[0][0])
 
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
@@ -310,7 +328,11 @@ class TransferLedger:
 
     def _is_allowed(self, transfer: Transfer) -> bool:
         place = f"{transfer.site.rpartition(':')[0]}:{transfer.function}"
-        return any(place == site or place.endswith("/" + site) for site in self._allowed)
+        for entry in self._allowed:
+            kind, _, site = entry.rpartition(" ")
+            if kind in ("", transfer.kind) and (place == site or place.endswith("/" + site)):
+                return True
+        return False
 
     @contextlib.contextmanager
     def _without_copies(self) -> Iterator[None]:
@@ -394,17 +416,20 @@ class TransferLedger:
             return
         if self.is_device(target) and source.device.type == "cpu":
             pinned = self.is_pinned(source)
-            direct = source.dtype == target.dtype and (
-                _same_layout(source, target)
-                or (source.is_contiguous() and source.shape == target.shape)
+            direct = (source.is_contiguous() and source.shape == target.shape) or (
+                source.dtype == target.dtype and _same_layout(source, target)
             )
-            self.note(H2D, op, target.nbytes, pinned, not (non_blocking and pinned and direct))
+            crosses = source if non_blocking else target
+            nbytes = target.numel() * crosses.element_size()
+            self.note(H2D, op, nbytes, pinned, not (non_blocking and pinned and direct))
         elif self.is_device(source) and target.device.type == "cpu":
             pinned = self.is_pinned(target)
             direct = target.is_contiguous() or (
                 source.dtype == target.dtype and _same_layout(source, target)
             )
-            self.note(D2H, op, target.nbytes, pinned, not (non_blocking and pinned and direct))
+            crosses = target if non_blocking else source
+            nbytes = target.numel() * crosses.element_size()
+            self.note(D2H, op, nbytes, pinned, not (non_blocking and pinned and direct))
 
 
 class _Functions(TorchFunctionMode):
@@ -418,9 +443,11 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name, ledger = getattr(func, "__name__", ""), self.ledger
         if name in fake_device.FROM_DATA:
-            args = tuple(fake_device.with_numbers(x) for x in args)
-        if name in fake_device.FROM_DATA and self._is_for_device(name, args, kwargs):
-            if not ledger.is_device(fake_device.data_of(name, args, kwargs)):
+            data = fake_device.data_of(name, args, kwargs)
+            if not ledger.is_fake:  # which fetches them in sight
+                for tensor in filter(ledger.is_device, fake_device.tensors_in(data)):
+                    ledger.note(D2H, "item", tensor.element_size(), False, True)
+            if self._is_for_device(name, args, kwargs) and not ledger.is_device(data):
                 # The size is not known before. Nothing has been given out, should this raise.
                 with ledger._without_copies():
                     made = func(*args, **kwargs)
@@ -434,7 +461,11 @@ class _Functions(TorchFunctionMode):
             if ledger.is_fake:
                 with ledger._without_copies():
                     args = (args[0], fake_device.indices_on(args[0].device, args[1]), *args[2:])
-            with ledger._filling(len(args) > 2 and isinstance(args[2], int | float)):
+            is_number = len(args) > 2 and isinstance(args[2], int | float)
+            if is_number and _selects_one(args[0], args[1]):
+                # Not filled but copied to, since both sides are one number.
+                ledger.note(H2D, f"{name}(number)", args[0].element_size(), False, True)
+            with ledger._filling(is_number):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -442,6 +473,14 @@ class _Functions(TorchFunctionMode):
         if kwargs.get("device") is not None:
             return self.ledger.is_place(kwargs["device"])
         return name == "new_tensor" and self.ledger.is_device(args[0])
+
+
+def _selects_one(tensor: torch.Tensor, index: Any) -> bool:
+    """Whether an index of plain numbers selects a single element."""
+    numbers = index if isinstance(index, tuple) else (index,)
+    return len(numbers) == tensor.dim() and all(
+        isinstance(i, int) and not isinstance(i, bool) for i in numbers
+    )
 
 
 class _Operations(TorchDispatchMode):
@@ -456,18 +495,25 @@ class _Operations(TorchDispatchMode):
         name, ledger = func._overloadpacket.__name__, self.ledger
         if name == "_to_copy":
             self._note_to_copy(args[0], kwargs)
-        elif name in ("copy_", "copy"):
+        elif name == "copy_":
             non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-            ledger.note_copy(name, args[1], args[0], non_blocking)
-        elif name == "_copy_from":
-            non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-            ledger.note_copy(name, args[0], args[1], non_blocking)
+            ledger.note_copy(name, args[1], args[0], bool(non_blocking))
         elif name == "_local_scalar_dense":
             if ledger.is_device(args[0]):
                 ledger.note(D2H, "item", args[0].element_size(), False, True)
         elif name in ("equal", "allclose"):
             if any(ledger.is_device(x) for x in args):
                 ledger.note(D2H, name, 1, False, True)
+        elif name in _FETCHES:
+            place = _FETCHES[name]
+            if len(args) > place and ledger.is_device(args[place]):
+                ledger.note(D2H, f"{name} (number)", args[place].element_size(), False, True)
+        elif name == "where":
+            # A number of the host that is a tensor is copied first.
+            if any(map(ledger.is_device, args)):
+                for x in args:
+                    if isinstance(x, torch.Tensor) and x.device.type == "cpu":
+                        ledger.note(H2D, "where (number)", x.nbytes, ledger.is_pinned(x), True)
         elif name in _SIZE_SYNCS:
             given_size = name == "repeat_interleave" and kwargs.get("output_size") is not None
             if not given_size and any(ledger.is_device(x) for x in pytree.tree_leaves(args)):
@@ -480,14 +526,16 @@ class _Operations(TorchDispatchMode):
         ledger, place = self.ledger, kwargs.get("device")
         non_blocking = bool(kwargs.get("non_blocking"))
         dtype = kwargs.get("dtype") or source.dtype
-        nbytes = source.numel() * dtype.itemsize
         if source.device.type == "cpu" and ledger.is_place(place):
             pinned = ledger.is_pinned(source)
-            direct = dtype == source.dtype and (_is_dense(source) or source.is_contiguous())
+            direct = source.is_contiguous() or (dtype == source.dtype and _is_dense(source))
+            nbytes = source.numel() * (source.dtype if non_blocking else dtype).itemsize
             ledger.note(H2D, "to", nbytes, pinned, not (non_blocking and pinned and direct))
         elif ledger.is_device(source) and place is not None and torch.device(place).type == "cpu":
             # With non_blocking PyTorch makes the target itself, page-locked.
-            direct = source.is_contiguous() or (dtype == source.dtype and _is_dense(source))
+            # It lies like the source, if that has no gaps.
+            direct = source.is_contiguous() or dtype == source.dtype or not _is_dense(source)
+            nbytes = source.numel() * (dtype if non_blocking else source.dtype).itemsize
             ledger.note(D2H, "to", nbytes, non_blocking, not (non_blocking and direct))
 
     def _note_indices(self, name: str, args: Sequence[Any]) -> None:
@@ -509,6 +557,8 @@ class _Operations(TorchDispatchMode):
                 ledger.note(H2D, f"{name}[host index]", index.nbytes, ledger.is_pinned(index), True)
             if index.dtype in (torch.bool, torch.uint8) and not is_fill:
                 ledger.note(D2H, f"{name}[mask] (size)", 8, False, True)
+        if value is not None and not is_fill and (is_number or value.device.type == "cpu"):
+            ledger.note(H2D, f"{name} (number)", value.nbytes, False, True)
 
 
 def _waits() -> list[tuple[Any, str]]:
@@ -549,9 +599,11 @@ def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # Files that stand between the code that is watched and PyTorch.
-_HERE: Final = tuple(
-    str(Path(__file__).with_name(name))
-    for name in ("transfer_ledger.py", "fake_device.py", "fake_engine.py")
+_HERE: Final = (
+    __file__,
+    fake_device.__file__,
+    str(Path(__file__).with_name("fake_engine.py")),
+    warnings.__file__,
 )
 _TORCH: Final = str(Path(torch.__file__).parent) + os.sep
 

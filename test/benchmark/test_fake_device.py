@@ -101,6 +101,7 @@ def test_host_and_device_do_not_mix(x: torch.Tensor) -> None:
         lambda: torch.cat([x, host]),
         lambda: x @ host.t(),
         lambda: x.index_select(0, torch.tensor([0])),
+        lambda: x.index_select(0, torch.tensor(0)),
         lambda: torch.where(host > 0, x, x),
     ):
         with pytest.raises(RuntimeError, match="device"):

@@ -129,9 +129,31 @@ ROWS: dict[str, tuple[Callable[..., Any], Make, list[tuple[str, bool, int]]]] = 
         [("H2D", True, 32)],
     ),
     "to(device, dtype, non_blocking) from pinned": (
+        # The device changes the type.
         lambda h, d: h.to(d, torch.float64, non_blocking=True),
         lambda d: (pinned(3), d),
+        [("H2D", False, 12)],
+    ),
+    "to(device, dtype, True) from pinned": (
+        lambda h, d: h.to(d, torch.float64, True),
+        lambda d: (pinned(3), d),
+        [("H2D", False, 12)],
+    ),
+    "to(device, dtype)": (
+        # The host changes the type.
+        lambda h, d: h.to(d, torch.float64),
+        lambda d: (torch.zeros(3), d),
         [("H2D", True, 24)],
+    ),
+    "to(device, dtype, non_blocking) from pinned, transposed": (
+        lambda h, d: h.to(d, torch.float64, non_blocking=True),
+        lambda d: (pinned(4, 3).t(), d),
+        [("H2D", True, 48)],
+    ),
+    "cuda(None, True) from pinned": (
+        lambda h: h.cuda(None, True),
+        lambda d: (pinned(3),),
+        [("H2D", False, 12)],
     ),
     "copy_(host)": (
         lambda x, h: x.copy_(h),
@@ -156,7 +178,7 @@ ROWS: dict[str, tuple[Callable[..., Any], Make, list[tuple[str, bool, int]]]] = 
     "copy_(pinned, non_blocking) of another type": (
         lambda x, h: x.copy_(h, non_blocking=True),
         lambda d: (on(d), pinned(3, 4, dtype=torch.int64)),
-        [("H2D", True, 48)],
+        [("H2D", False, 96)],
     ),
     "copy_(pinned, non_blocking) of one row to all": (
         lambda x, h: x.copy_(h, non_blocking=True),
@@ -192,13 +214,23 @@ ROWS: dict[str, tuple[Callable[..., Any], Make, list[tuple[str, bool, int]]]] = 
         lambda d: (torch.tensor(2, device=d), d),
         [("D2H", True, 8)],
     ),
-    "allclose": (lambda x: torch.allclose(x, x), lambda d: (on(d),), [("D2H", True, 1)]),
+    "allclose": (torch.allclose, lambda d: (on(d), on(d)), [("D2H", True, 1)]),
     "in": (lambda x: 3.0 in x, lambda d: (on(d),), [("D2H", True, 1)]),
-    "equal": (lambda x: torch.equal(x, x), lambda d: (on(d),), [("D2H", True, 1)]),
+    "equal": (torch.equal, lambda d: (on(d), on(d)), [("D2H", True, 1)]),
     "to('cpu', non_blocking)": (
         lambda x: x.to("cpu", non_blocking=True),
         lambda d: (on(d),),
         [("D2H", False, 48)],
+    ),
+    "to('cpu', dtype, non_blocking)": (
+        lambda x: x.to("cpu", torch.float64, non_blocking=True),
+        lambda d: (on(d),),
+        [("D2H", False, 96)],
+    ),
+    "to('cpu', dtype)": (
+        lambda x: x.to("cpu", torch.float64),
+        lambda d: (on(d),),
+        [("D2H", True, 48)],
     ),
     "pinned.copy_(x, non_blocking)": (
         lambda h, x: h.copy_(x, non_blocking=True),
@@ -239,6 +271,11 @@ ROWS: dict[str, tuple[Callable[..., Any], Make, list[tuple[str, bool, int]]]] = 
         lambda d: (on(d), mask(d), torch.ones((), device=d)),
         [("D2H", True, 8)],
     ),
+    "bincount": (
+        torch.bincount,
+        lambda d: (torch.ones(3, dtype=torch.int64, device=d),),
+        [("D2H", True, 8)],
+    ),
     "nonzero": (lambda m: m.nonzero(), lambda d: (mask(d),), [("D2H", True, 8)]),
     "where(mask)": (lambda m: torch.where(m), lambda d: (mask(d),), [("D2H", True, 8)]),
     "unique": (lambda x: x.unique(), lambda d: (on(d),), [("D2H", True, 8)]),
@@ -272,7 +309,7 @@ ROWS: dict[str, tuple[Callable[..., Any], Make, list[tuple[str, bool, int]]]] = 
     "x[list] = number": (
         lambda x: x.__setitem__([0, 2], 1.0),
         lambda d: (on(d),),
-        [("H2D", True, 16)],
+        [("H2D", True, 16), ("H2D", True, 4)],
     ),
     "x[:, list]": (lambda x: x[:, [0, 2, 3]], lambda d: (on(d),), [("H2D", True, 24)]),
     "x[array]": (lambda x: x[np.array([0, 2])], lambda d: (on(d),), [("H2D", True, 16)]),
@@ -289,7 +326,19 @@ ROWS: dict[str, tuple[Callable[..., Any], Make, list[tuple[str, bool, int]]]] = 
     "x[host tensor] = number": (
         lambda x, i: x.__setitem__(i, 1.0),
         lambda d: (on(d), torch.tensor([0, 2])),
-        [("H2D", True, 16)],
+        [("H2D", True, 16), ("H2D", True, 4)],
+    ),
+    "x[tensor] = number": (
+        # A number is copied where it cannot fill.
+        lambda x, i: x.__setitem__(i, 1.0),
+        lambda d: (on(d), torch.tensor([0, 2], device=d)),
+        [("H2D", True, 4)],
+    ),
+    "x[1, 2] = number": (
+        # And where it is all that there is.
+        lambda x: x.__setitem__((1, 2), 1.0),
+        lambda d: (on(d),),
+        [("H2D", True, 4)],
     ),
     "x[tensor]": (
         lambda x, i: x[i],
@@ -300,6 +349,27 @@ ROWS: dict[str, tuple[Callable[..., Any], Make, list[tuple[str, bool, int]]]] = 
         lambda x, i: x[i],
         lambda d: (on(d), torch.tensor(1, device=d)),
         [("D2H", True, 8)],
+    ),
+    # Numbers of one side that the other one needs
+    "masked_fill(mask, number of the device)": (
+        lambda x, m, v: x.masked_fill(m, v),
+        lambda d: (on(d), mask(d), torch.ones((), device=d)),
+        [("D2H", True, 4)],
+    ),
+    "index_fill_(tensor, number of the device)": (
+        lambda x, i, v: x.index_fill_(0, i, v),
+        lambda d: (on(d), torch.tensor([0], device=d), torch.ones((), device=d)),
+        [("D2H", True, 4)],
+    ),
+    "multinomial": (
+        lambda x: torch.multinomial(x, 1),
+        lambda d: (torch.ones(3, device=d),),
+        [("D2H", True, 4)],
+    ),
+    "where(mask, x, number of the host)": (
+        torch.where,
+        lambda d: (mask(d), on(d), torch.tensor(0.0)),
+        [("H2D", True, 4)],
     ),
     # Nothing crosses
     "x[1:, ::2]": (lambda x: x[1:, ::2], lambda d: (on(d),), []),
@@ -367,10 +437,10 @@ def test_what_blocks(name: str, device: torch.device) -> None:
         act(*arguments)
     found = [(t.kind, t.blocking, t.nbytes) for t in ledger.transfers]
     assert found == expected, ledger.report()
-    # What really crossed, but for sizes, which the device keeps to itself here.
-    crossed = [(t.kind, t.nbytes) for t in ledger.transfers if "(size)" not in t.op]
-    if name not in ("equal", "allclose"):
-        assert crossed == copies
+    # What really crossed, but for what happens inside an operation.
+    inside = ("(size)", "(number)", "equal")
+    crossed = [(t.kind, t.nbytes) for t in ledger.transfers if not t.op.endswith(inside)]
+    assert crossed == copies
     for transfer in ledger.transfers:
         assert transfer.site.startswith("benchmark/test_transfer_ledger.py:")
         assert transfer.thread == threading.current_thread().name
@@ -471,7 +541,14 @@ def test_what_is_allowed_may_block(device: torch.device) -> None:
         with TransferLedger(mode="raise", allow=[site]) as ledger:
             fetch(x)
         assert ledger.blocking() == [] and ledger.transfers[0].allowed
-    for site in ("ledger.py:fetch", "test_transfer_ledger.py:fetch_all", "fetch"):
+    with TransferLedger(mode="raise", allow=["D2H test_transfer_ledger.py:fetch"]):
+        fetch(x)
+    for site in (
+        "ledger.py:fetch",
+        "test_transfer_ledger.py:fetch_all",
+        "fetch",
+        "SYNC test_transfer_ledger.py:fetch",
+    ):
         with TransferLedger(mode="raise", allow=[site]), pytest.raises(BlockingTransfer):
             fetch(x)
 

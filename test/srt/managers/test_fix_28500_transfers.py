@@ -28,7 +28,7 @@ def source(site: str) -> str:
 
 
 def described(row: dict[str, Any]) -> str:
-    memory = {True: "pinned", False: "pageable"}[row["pinned"]]
+    memory = {True: "pinned", False: "pageable", None: "no"}[row["pinned"]]
     return (
         f"{row['kind']} {row['op']} from {memory} memory, {row['calls'] / STEPS:g} a step, "
         f"at {row['site'].rpartition(':')[0]}, {source(row['site'])}"
