@@ -63,7 +63,7 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
         ("steps_per_token", "accepted length", lambda x: 1 / x, 3, True),
     ),
     "overlap.Overlap": (
-        ("model_fwd_idle", "MODEL occupancy", lambda x: 1 - x, 3, True),
+        ("model_forwards_per_step", "MODEL occupancy", lambda x: 1 / x, 3, True),
         ("model_itl_p50_ms", "MODEL ITL p50, ms", _SAME, 3, False),
     ),
 }

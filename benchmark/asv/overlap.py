@@ -21,7 +21,8 @@ class Overlap(history.Common):
 
     setup_cache.timeout = history.QUESTION_TIMEOUT_S
 
-    track_model_fwd_idle = history.tracks("fwd_idle", "of the modelled time")
+    # The inverse of the occupancy: at least 1, so that a ratio of two of them means something.
+    track_model_forwards_per_step = history.tracks("forwards_per_step", "forwards, modelled")
     track_model_itl_p50_ms = history.tracks("itl_p50_ms", "ms, modelled")
     track_model_itl_p99_ms = history.tracks("itl_p99_ms", "ms, modelled")
     track_model_stalls_per_step = history.tracks("stalls_per_step", "stalls")

@@ -281,7 +281,7 @@ def occupancy_metrics(
     -------
     dict
         ``fwd_occupancy``: part of the wall time that forwards had to take, ``T * steps / wall``.
-        ``fwd_idle``: the rest. ``itl_p50_ms``, ``itl_p99_ms``: see `lab.metrics`; tokens of one step
+        ``forwards_per_step``: its inverse, the time of a step in units of ``T``. ``itl_p50_ms``, ``itl_p99_ms``: see `lab.metrics`; tokens of one step
         share its time. ``host_us_per_step``: host time to prepare a step and to handle its results,
         mean, stalls not counted. ``prepare_us_per_step``: the first part of it. ``stalls_per_step``.
         ``wake_up_us``: median of `wake_ups`, 0 if there were none. ``fwd_occupancy_predicted``: see
@@ -305,7 +305,7 @@ def occupancy_metrics(
     wake_up = percentile(wake_ups, 50) if wake_ups else 0.0
     return {
         "fwd_occupancy": occupancy,
-        "fwd_idle": 1 - occupancy,
+        "forwards_per_step": 1 / occupancy,
         "itl_p50_ms": 1e3 * percentile(latencies, 50),
         "itl_p99_ms": 1e3 * percentile(latencies, 99),
         "host_us_per_step": 1e6 * host,

@@ -20,10 +20,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import venv
 import zipfile
 from collections.abc import Callable, Sequence
@@ -37,6 +37,8 @@ RELEASES: Final = ("0.5.9", "0.5.13.post1", "0.5.14", "0.5.23")
 ENVIRONMENT: Final = "venv-transformers5"
 REQUIREMENTS: Final = ("torch.txt", "upstream-transformers5.txt")
 
+_VERSION: Final = re.compile(r"\d+(\.\d+)*((rc|a|b|\.post|\.dev)\d+)?")
+
 Say = Callable[[str], None]
 
 
@@ -44,7 +46,7 @@ class PrepareError(RuntimeError):
     """A failure with a message that a person can act on; `main` prints it without a traceback."""
 
 
-def release(version: str, root: Path = UPSTREAM, say: Say = print) -> Path:
+def release(version: str, root: Path | None = None, say: Say = print) -> Path:
     """The directory of a release, which is downloaded and unpacked if it is not there.
 
     Raises
@@ -52,21 +54,28 @@ def release(version: str, root: Path = UPSTREAM, say: Say = print) -> Path:
     PrepareError
         If it cannot be had, or is another file than it was.
     """
+    root = root or UPSTREAM
     tree = root / version
+    if not _VERSION.fullmatch(version):
+        raise PrepareError(f"{version!r} is no version of SGLang, such as 0.5.14 or 0.5.13.post1")
     if (tree / "sglang" / "__init__.py").is_file():
         say(f"SGLang {version} is there")
         return tree
     wheel = _wheel(version, root / "dl", say)
     _check(wheel, root / "checksums.json")
-    with tempfile.TemporaryDirectory(dir=root, prefix=f".{version}-") as scratch:
+    # Under another name first, so that what is there is whole.
+    unpacked = root / f".{version}.unpacked"
+    for folder in (unpacked, tree):
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(scratch)
-        shutil.rmtree(tree, ignore_errors=True)
-        unpacked = root / f".{version}.unpacked"
-        shutil.rmtree(unpacked, ignore_errors=True)
-        shutil.copytree(scratch, unpacked)
-        unpacked.rename(tree)
-    say(f"SGLang {version} is at {tree.relative_to(root.parent.parent)}")
+            archive.extractall(unpacked)
+    except zipfile.BadZipFile as error:
+        raise PrepareError(f"{wheel} is no wheel ({error}): remove it and try again") from error
+    if not (unpacked / "sglang" / "__init__.py").is_file():
+        raise PrepareError(f"{wheel} has no sglang in it")
+    unpacked.rename(tree)
+    say(f"SGLang {version} is unpacked")
     return tree
 
 
@@ -99,7 +108,7 @@ def _check(wheel: Path, book: Path) -> None:
     book.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
 
 
-def environment(root: Path = UPSTREAM, say: Say = print) -> Path:
+def environment(root: Path | None = None, say: Say = print) -> Path:
     """The interpreter of the environment, which is made if it is not there.
 
     Raises
@@ -107,7 +116,7 @@ def environment(root: Path = UPSTREAM, say: Say = print) -> Path:
     PrepareError
         If a package cannot be installed.
     """
-    folder = root / ENVIRONMENT
+    folder = (root or UPSTREAM) / ENVIRONMENT
     python, stamp = folder / "bin" / "python", folder / ".stamp"
     requirements = [REPO_ROOT / "requirements" / name for name in REQUIREMENTS]
     wanted = "".join(path.read_text() for path in requirements)

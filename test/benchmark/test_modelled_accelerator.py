@@ -57,7 +57,7 @@ def steps(count: int, period: float, tokens: int = 4) -> list[Step]:
 def test_metrics() -> None:
     found = occupancy_metrics(steps(12, 6e-3), 5e-3, [0.5e-3] * 12, [0.1e-3] * 12)
     assert found["fwd_occupancy"] == pytest.approx(5 / 6)
-    assert found["fwd_idle"] == pytest.approx(1 / 6)
+    assert found["forwards_per_step"] == pytest.approx(6 / 5)
     # Two tokens a request share a step.
     assert found["itl_p50_ms"] == found["itl_p99_ms"] == pytest.approx(3)
     # Stalls are not work.
@@ -130,7 +130,7 @@ def test_a_line_that_blocks_waits_once_a_step(
     assert all(0 < seconds < 1 for seconds in accelerator.stalls)
     # A short run, between whose ends the clock may lose or gain a wake-up.
     assert 0 < found["fwd_occupancy"] <= 1.5
-    assert found["fwd_idle"] == 1 - found["fwd_occupancy"]
+    assert found["forwards_per_step"] == 1 / found["fwd_occupancy"]
 
 
 def test_only_the_scheduler_is_held_up() -> None:

@@ -210,12 +210,18 @@ class World:
             self.steps[req.req_pool_idx] += 1
 
 
-def alone(world: World, number: int) -> ScheduleBatch:
-    """A batch in which one request of `world` ran alone, as many steps as it did there."""
+def alone(world: World, number: int, prepare: bool = False) -> Any:
+    """A batch in which one request of `world` ran alone, as many steps as it did there.
+
+    With `prepare`, what the next step gives its forward.
+    """
     own = World(world.asks, not world.algorithm.is_none(), world.allocator.page_size)
     batch = own.build([number])
     for _ in range(world.steps[number]):
         own.decode(batch)
+    if prepare:
+        batch.prepare_for_decode()
+        return batch.get_forward_batch()
     return batch
 
 
@@ -324,6 +330,49 @@ def wrong_effects(info: Any, infos: Sequence[Any]) -> list[str]:
         wrong.append(f"penalizer_orchestrator.is_required (any): {required}")
     if len(info.penalizer_orchestrator) != rows:
         wrong.append(f"len(penalizer_orchestrator) is not {rows}")
+    return wrong
+
+
+class Poison:
+    """Stands where nothing may be read before it has been made anew."""
+
+    def _fail(self, *args: Any) -> Any:
+        raise AssertionError("a field was read that is rebuilt per step, and had not been")
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __add__ = __radd__ = __eq__ = _fail
+    __hash__ = None
+
+    def __getattr__(self, name: str) -> Any:
+        self._fail()
+
+
+def poison(batch: ScheduleBatch) -> None:
+    """Spoil all fields of a batch that its next preparation makes."""
+    for name, (rule, _) in BATCH_RULES.items():
+        if rule in ("rebuilt-per-step", "reset") and hasattr(batch, name):
+            setattr(batch, name, Poison())
+
+
+def wrong_forward(world: World, batch: ScheduleBatch) -> list[str]:
+    """What a prepared decode step gives its forward, and should not, by requests that ran alone."""
+    forward = batch.get_forward_batch()
+    singles = [alone(world, req.req_pool_idx, prepare=True) for req in batch.reqs]
+    wrong = []
+    for name in ("input_ids", "positions", "seq_lens", "req_pool_indices", "seq_lens_cpu"):
+        wanted = expected("concatenate", name, [getattr(one, name) for one in singles])
+        if not is_same(getattr(forward, name), wanted):
+            wrong.append(f"{name}: {getattr(forward, name)} is not {wanted}")
+    for name in ("return_logprob", "return_hidden_states"):
+        if getattr(forward, name) != any(getattr(one, name) for one in singles):
+            wrong.append(name)
+    if forward.is_prefill_only != all(one.is_prefill_only for one in singles):
+        wrong.append("is_prefill_only")
+    for i, (req, length) in enumerate(zip(batch.reqs, forward.seq_lens_cpu, strict=True)):
+        slots = world.pool.req_to_token[req.req_pool_idx, :length]
+        if not torch.equal(forward.kv_indices[i, :length], slots):
+            wrong.append(f"kv_indices of row {i}")
+        if forward.out_cache_loc is not None and forward.out_cache_loc[i] != slots[-1]:
+            wrong.append(f"out_cache_loc of row {i}")
     return wrong
 
 

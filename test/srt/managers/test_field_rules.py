@@ -18,7 +18,9 @@ from field_laws import (
     alone,
     broken_laws,
     broken_rules,
+    poison,
     wrong_derived,
+    wrong_forward,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,6 +49,24 @@ def test_each_field_has_a_rule(owner: type) -> None:
         assert rule in WORDS, name
         # What is not plain from the name has a reason.
         assert reason or rule in ("any", "all", "concatenate"), f"{name} needs a reason"
+
+
+def test_fields_that_are_rebuilt_are_few() -> None:
+    """No test compares them, so none hides here. That nothing reads them too early is tested below."""
+    assert {name for name, (rule, _) in BATCH_RULES.items() if rule == "rebuilt-per-step"} == {
+        "forward_mode",
+        "chunked_req",
+        "input_ids",
+        "decode_positions",
+        "prefix_lens",
+        "extend_lens",
+        "extend_num_tokens",
+        "decoding_reqs",
+        "extend_logprob_start_lens",
+        "extend_input_logprob_token_ids",
+        "spec_next_token_ids",
+    }
+    assert "rebuilt-per-step" not in {rule for rule, _ in SAMPLING_RULES.values()}
 
 
 def test_the_tables_of_the_package_are_those_that_were_read() -> None:
@@ -247,9 +267,11 @@ def test_whatever_a_batch_goes_through(
     for act in acts:
         getattr(story, act)(data)
         check(story.world, story.batch, story.numbers)
-    # What the next forward is given, of a batch that merged as of one that never did.
-    story.world.decode(story.batch)
-    check(story.world, story.batch, story.numbers)
+        poison(story.batch)
+    # What the next forward is given, of a batch that merged as of requests that ran alone.
+    if not speculates:
+        story.batch.prepare_for_decode()
+        assert wrong_forward(story.world, story.batch) == []
 
 
 @thorough
