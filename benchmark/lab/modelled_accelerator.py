@@ -6,8 +6,10 @@ meanwhile that it could keep from running on. So the time is modelled, openly:
 - A forward, sampling included, occupies the forward stream for a fixed time ``T``, from when it was
   submitted or the one before it ended. Its thread sleeps and leaves the interpreter to the scheduler.
   Its result is made up.
-- A transfer that blocks, on the scheduler's thread, waits until every forward that was submitted before
-  it is done, as a pageable copy does on a stream that is chained behind the forward.
+- A transfer that counts as blocking, on the scheduler's thread, waits until every forward that was
+  submitted before it is done: what a copy that the host waits for does on a stream that is chained
+  behind the forward. For one that is pageable and says ``non_blocking`` this is the worst case; a driver
+  may stage small ones without.
 
 Everything else is the package's real code in real time. Which transfers block is not assumed but seen:
 a `TransferLedger` on the fake device names the lines, on the same commit, before anything is timed.
@@ -281,11 +283,11 @@ def occupancy_metrics(
     -------
     dict
         ``fwd_occupancy``: part of the wall time that forwards had to take, ``T * steps / wall``.
-        ``forwards_per_step``: its inverse, the time of a step in units of ``T``. ``itl_p50_ms``, ``itl_p99_ms``: see `lab.metrics`; tokens of one step
-        share its time. ``host_us_per_step``: host time to prepare a step and to handle its results,
-        mean, stalls not counted. ``prepare_us_per_step``: the first part of it. ``stalls_per_step``.
-        ``wake_up_us``: median of `wake_ups`, 0 if there were none. ``fwd_occupancy_predicted``: see
-        `predicted_occupancy`.
+        ``forwards_per_step``: its inverse, the time of a step in units of ``T``. ``itl_p50_ms``,
+        ``itl_p99_ms``: see `lab.metrics`; tokens of one step share its time. ``host_us_per_step``: host
+        time to prepare a step and to handle its results, mean, stalls not counted.
+        ``prepare_us_per_step``: the first part of it. ``stalls_per_step``. ``wake_up_us``: median of
+        `wake_ups`, 0 if there were none. ``fwd_occupancy_predicted``: see `predicted_occupancy`.
 
     Raises
     ------
