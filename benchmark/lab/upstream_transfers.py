@@ -1,9 +1,9 @@
 """What real SGLang copies to prepare a batch with all penalties: ``python -m lab.upstream_transfers``.
 
 For an interpreter as `lab.upstream` wants it. Prints JSON: what `TransferLedger.as_dict` tells of
-``build`` (the sampling parameters of a batch), ``decode`` (a plain decode step), ``spec_decode`` (a
-speculative one) and ``apply`` (penalizing logits). The kernel that enters KV slots into the request pool
-is left out: it is compiled, and no copy.
+``build`` (the sampling parameters of a batch), ``bias`` (of one with logit bias), ``decode`` (a plain
+decode step), ``spec_decode`` (a speculative one) and ``apply`` (penalizing logits). The kernel that enters
+KV slots into the request pool is left out: it is compiled, and no copy.
 """
 
 from __future__ import annotations
@@ -57,6 +57,14 @@ def build() -> dict[str, Any]:
     return watched(lambda: SamplingBatchInfo.from_schedule_batch(batch, upstream.VOCAB_SIZE))
 
 
+def bias() -> dict[str, Any]:
+    """The same of requests that have two entries of logit bias each, and no penalty."""
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    batch = _batch({"logit_bias": {"5": 1.0, "9": -2.0}})
+    return watched(lambda: SamplingBatchInfo.from_schedule_batch(batch, upstream.VOCAB_SIZE))
+
+
 def decode() -> dict[str, Any]:
     """A decode step's preparation."""
     batch = _batch()
@@ -82,16 +90,16 @@ def spec_decode() -> dict[str, Any]:
         return watched(batch.prepare_for_decode)
 
 
-def _batch(**settings: Any) -> Any:
+def _batch(params: dict[str, Any] = ALL_PENALTIES, **settings: Any) -> Any:
     with fake_device.FakeDeviceMode():
-        return upstream.schedule_batch(SIZE, str(fake_device.device()), ALL_PENALTIES, **settings)
+        return upstream.schedule_batch(SIZE, str(fake_device.device()), params, **settings)
 
 
 def main() -> None:
     """Print everything as JSON."""
     upstream.stub_what_is_absent()
     with torch.inference_mode(False), torch.no_grad():
-        acts = (build, decode, spec_decode, apply)
+        acts = (build, bias, decode, spec_decode, apply)
         print(json.dumps({act.__name__: act() for act in acts}, indent=2))
 
 

@@ -68,6 +68,14 @@ def test_0_5_14_makes_penalties_with_8_blocking_and_4_asynchronous_transfers(
 
 
 @pytest.mark.parametrize("seen", ["0.5.14"], indirect=True)
+def test_0_5_14_copies_each_number_of_a_logit_bias(seen: dict[str, Any]) -> None:
+    """Two for each of four requests."""
+    assert sites(seen["bias"], blocking=True) == [
+        ("sampling/sampling_batch_info.py", "__setitem__(number)", 8)
+    ]
+
+
+@pytest.mark.parametrize("seen", ["0.5.14"], indirect=True)
 def test_0_5_14_decodes_with_one_asynchronous_transfer(seen: dict[str, Any]) -> None:
     found = seen["decode"]
     assert (found["blocking"], found["asynchronous"]) == (0, 1)
