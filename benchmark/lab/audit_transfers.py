@@ -102,8 +102,8 @@ def audit(
     steps : int
         Decode steps to look at.
     phase : {"decode", "all"}
-        Whether to look at decode steps in the middle alone, or at everything: admission, prefill, the
-        first steps and the end.
+        Whether to look at decode steps in the middle alone, or at everything but the loading: admission,
+        prefill, the first steps and the end.
     batch_size : int
     mode : {"record", "raise"}
         See `TransferLedger`.
@@ -147,6 +147,8 @@ def audit(
                 **engine_args,
             ) as engine,
         ):
+            # Nothing runs yet that loading a model could hold up.
+            ledger.transfers.clear()
             engine.generate(
                 input_ids=models.random_prompts(512, 12, batch_size), sampling_params=params
             )
@@ -171,7 +173,10 @@ def _one_thread() -> Iterator[None]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="lab.audit_transfers", description=(__doc__ or "").split("\n")[0]
+        prog="lab.audit_transfers",
+        description=(__doc__ or "").split("\n")[0],
+        epilog="The exit status is 1 if something blocks that is not meant.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--speculative", choices=("none", *DRAFT_SHAPES), default="none")
     parser.add_argument("--penalties", choices=tuple(PENALTIES), default="none")

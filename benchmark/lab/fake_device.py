@@ -115,6 +115,7 @@ _TAKE_NO_HOST_NUMBERS: Final = frozenset(
 
 def _wrap(values: torch.Tensor) -> torch.Tensor:
     """A tensor of the fake device with these values, and the same strides."""
+    values = values.resolve_conj().resolve_neg()
     nothing = torch._C._acc.create_empty_tensor([0], values.dtype)
     nothing.untyped_storage()._values = values.untyped_storage()
     return _as_strided(nothing, values.size(), values.stride(), values.storage_offset())
@@ -131,14 +132,12 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             values = values_of(value)
             fakes[id(values)] = (value, values)
             return values
-        if isinstance(value, torch.Tensor) and (value.dim() > 0 or not takes_host_numbers):
-            if not takes_host_tensors:
-                raise RuntimeError(
-                    f"{op}: expected all tensors to be on the same device, but found at least two, "
-                    f"{NAME} and {value.device}"
-                )
-            if op._overloadpacket.__name__ != "index":  # whose indices were copied on the way here
-                _count("H2D", value.nbytes)
+        if (
+            isinstance(value, torch.Tensor)
+            and (value.dim() > 0 or not takes_host_numbers)
+            and not takes_host_tensors
+        ):
+            raise RuntimeError(_MIXED.format(op, NAME, value.device))
         if isinstance(value, torch.device) and value.type == NAME:
             return _CPU
         return value
@@ -149,6 +148,8 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         # What an operation was given to write into comes back as it was.
         return fakes[id(value)][0] if id(value) in fakes else _wrap(value)
 
+    if op._overloadpacket.__name__ in _INDEXING:
+        _check_indexing(op, *args)
     if op is _aten._local_scalar_dense.default:
         _count("D2H", args[0].element_size())
     args = _map(take, _with_tensors(op, args))
@@ -158,6 +159,40 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         if (fake.size(), fake.stride()) != (values.size(), values.stride()):  # resized
             fake.data = _wrap(values)
     return _map(give, out)
+
+
+_MIXED: Final = (
+    "{}: expected all tensors to be on the same device, but found at least two, {} and {}"
+)
+_INDEXING: Final = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+def _check_indexing(op: Any, target: torch.Tensor, indices: Any, *rest: Any, **kwargs: Any) -> None:
+    """Refuse what a GPU refuses, and count what it copies."""
+    present = [i for i in indices if i is not None]
+    values = rest[0] if rest and op._overloadpacket.__name__ != "index" else None
+    if not is_fake(target):
+        if any(map(is_fake, present)) or (is_fake(values) and values.numel() != 1):
+            raise RuntimeError(_MIXED.format(op, target.device, NAME))
+        if is_fake(values):
+            _count("D2H", values.nbytes)
+        return
+    if isinstance(values, torch.Tensor) and not is_fake(values) and values.dim() > 0:
+        raise RuntimeError(_MIXED.format(op, NAME, values.device))
+    if op._overloadpacket.__name__ != "index":  # whose indices were copied on the way here
+        for nbytes in host_index_bytes(present):
+            _count("H2D", nbytes)
+
+
+def host_index_bytes(indices: list[torch.Tensor]) -> list[int]:
+    """Bytes of each copy that indices of the host take. A mask becomes numbers, there, first."""
+    copies = []
+    for index in indices:
+        if index.device.type == "cpu":
+            is_mask = index.dtype in (torch.bool, torch.uint8)
+            nbytes = 8 * int(index.count_nonzero()) if is_mask else index.nbytes
+            copies += [nbytes] * (index.dim() if is_mask else 1)
+    return copies
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
@@ -193,8 +228,18 @@ def _copy_from(
 _META: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 
 
-def _as_strided(*args: Any) -> torch.Tensor:
-    return _aten.as_strided.default.redispatch(_META, *args)
+def _as_strided(
+    tensor: torch.Tensor, size: Any, stride: Any, offset: int | None = None
+) -> torch.Tensor:
+    start = tensor.storage_offset() if offset is None else offset
+    if 0 not in size:
+        end = start + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+        there = tensor.untyped_storage()._values.nbytes() // tensor.element_size()
+        if start < 0 or end > there:
+            raise RuntimeError(
+                f"as_strided: elements up to {end} are asked for, the storage has {there}"
+            )
+    return _aten.as_strided.default.redispatch(_META, tensor, size, stride, start)
 
 
 def _as_strided_(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -207,7 +252,16 @@ def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
     return _run(_aten.scaled_dot_product_attention.default, *args, **kwargs)
 
 
+def _refuse(*args: Any) -> Any:
+    raise NotImplementedError(f"{NAME} has no set_, and no conjugate or negative views")
+
+
 _KERNELS: Final = {
+    "_conj": _refuse,
+    "_neg_view": _refuse,
+    "set_.source_Storage": _refuse,
+    "set_.source_Storage_storage_offset": _refuse,
+    "set_.source_Tensor": _refuse,
     "_copy_from": _copy_from,
     "as_strided": _as_strided,
     "as_strided_": _as_strided_,
@@ -235,6 +289,11 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 def is_meant(place: Any) -> bool:
     """Whether `place`, a device or its name, means the fake device."""
     return isinstance(place, str | torch.device) and str(place).partition(":")[0] in (NAME, "cuda")
+
+
+def is_fake_place(place: torch.device) -> bool:
+    """Whether a device is the fake one."""
+    return place.type == NAME
 
 
 def data_of(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -273,15 +332,19 @@ def to_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, torch.dtype 
 
 
 def is_sequence(index: Any) -> bool:
-    """Whether an index is a list or an array, which PyTorch makes a tensor of."""
-    return not isinstance(index, torch.Tensor) and hasattr(index, "__len__")
+    """Whether an index is a list of numbers or an array, which PyTorch makes a tensor of."""
+    if isinstance(index, torch.Tensor) or not hasattr(index, "__len__"):
+        return False
+    return not (
+        isinstance(index, list) and any(isinstance(i, torch.Tensor | slice | None) for i in index)
+    )
 
 
 def indices_on(place: torch.device, index: Any) -> Any:
     """An index whose lists and arrays have become tensors on a device."""
     if isinstance(index, tuple):
-        return tuple(torch.as_tensor(i).to(place) if is_sequence(i) else i for i in index)
-    return torch.as_tensor(index).to(place) if is_sequence(index) else index
+        return tuple(indices_on(place, i) if is_sequence(i) else i for i in index)
+    return torch.as_tensor(index, device="cpu").to(place) if is_sequence(index) else index
 
 
 class FakeDeviceMode(TorchFunctionMode):
@@ -293,14 +356,18 @@ class FakeDeviceMode(TorchFunctionMode):
         if name in FROM_DATA and any(map(is_fake, tensors_in(data_of(name, args, kwargs)))):
             # Done inside the call, this does not get past other modes.
             args = tuple(_fetched(x) if isinstance(x, list | tuple) else x for x in args)
+        if name in FROM_DATA and kwargs.get("device") is None and name != "new_tensor":
+            # What another mode would add to the call, below this one.
+            if is_fake_place(default := torch.get_default_device()):
+                kwargs["device"] = default
         if is_meant(kwargs.get("device")):
             kwargs["device"] = device()
             if name in FROM_DATA and not is_fake(data_of(name, args, kwargs)):
-                del kwargs["device"]
+                kwargs["device"] = "cpu"
                 return func(*args, **kwargs).to(device())
         if name == "new_tensor" and is_fake(args[0]) and "device" not in kwargs:
             data, dtype = data_of(name, args, kwargs), kwargs.get("dtype", args[0].dtype)
-            return torch.tensor(data, dtype=dtype).to(device())
+            return torch.tensor(data, dtype=dtype, device="cpu").to(device())
         if name in ("__getitem__", "__setitem__") and is_fake(args[0]):
             args = (args[0], indices_on(device(), args[1]), *args[2:])
         if name == "to":
@@ -312,6 +379,8 @@ class FakeDeviceMode(TorchFunctionMode):
                 return _mark_pinned(host).copy_(args[0], non_blocking=True)
         if name == "cuda":
             return args[0].to(device(), non_blocking=to_arguments(args, kwargs)[2])
+        if name == "__deepcopy__" and is_fake(args[0]):
+            return args[0].clone()
         if name == "is_pinned":
             return is_pinned(args[0])
         if name == "pin_memory":

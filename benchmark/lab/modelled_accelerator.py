@@ -377,12 +377,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         and case.batch_size in (args.batch_size or [case.batch_size])
         and case.forward_ms in (args.forward_ms or [case.forward_ms])
     ]
-    found = run_cases(
-        [f"overlap/{case.name}" for case in cases],
-        package=args.package,
-        rounds=args.rounds,
-        on_event=say,
-    )
+    try:
+        found = run_cases(
+            [f"overlap/{case.name}" for case in cases],
+            package=args.package,
+            rounds=args.rounds,
+            on_event=say,
+        )
+    except ValueError as error:
+        print(f"modelled_accelerator: error: {error}", file=sys.stderr)
+        return 2
     if args.json:
         print(json.dumps(found, indent=2))
     else:

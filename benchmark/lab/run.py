@@ -80,6 +80,8 @@ def run_cases(
         By case: ``outcome`` ("done", "stalls", "unsupported", "failed"), ``metrics`` if done, else
         ``detail``.
     """
+    if package is not None and not (Path(package) / "sglang" / "__init__.py").is_file():
+        raise ValueError(f"there is no sglang in {package!r}")
     options = [] if rounds is None else ["--rounds", str(rounds)]
     options += [] if stall_s is None else ["--stall", str(stall_s)]
     results: dict[str, Event] = {}

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import threading
 import warnings
@@ -99,7 +100,7 @@ class Transfer:
     step : int or None
         Number of the scheduling step, where the ledger knows one.
     allowed : bool
-        Whether it is one of those that are meant.
+        Whether it blocks and is meant to.
     """
 
     kind: str
@@ -148,7 +149,8 @@ class TransferLedger:
     device_type : str, optional
         Type of the device to watch. By default ``"cuda"`` where there is one, else the fake device.
     mode : {"record", "raise"}
-        Whether a blocking transfer that is not meant raises `BlockingTransfer` where it happens.
+        Whether a blocking transfer that is not meant raises `BlockingTransfer` where it happens, and,
+        should it get lost there, once more at the end.
     allow : sequence of str
         Sites that may block, see `allow`.
     sync_debug : bool
@@ -165,7 +167,8 @@ class TransferLedger:
         if mode not in ("record", "raise"):
             raise ValueError(f"mode must be 'record' or 'raise', got {mode!r}")
         if device_type is None:
-            device_type = "cuda" if torch.cuda.is_available() else fake_device.NAME
+            # That one is available may have been put about for the sake of the code that is watched.
+            device_type = "cuda" if torch.cuda.device_count() > 0 else fake_device.NAME
         self.device_type = device_type
         self.is_fake = device_type == fake_device.NAME
         self.mode = mode
@@ -175,7 +178,8 @@ class TransferLedger:
         self.sync_debug_sites: list[str] = []
         # Number of the step that the calling thread works on, for whoever knows it.
         self.step: Callable[[], int | None] = lambda: None
-        self._allowed = list(allow)
+        self._allowed: list[str] = []
+        self.allow(*([allow] if isinstance(allow, str) else allow))
         self._local = threading.local()
         self._stack: contextlib.ExitStack | None = None
         if self.is_fake:
@@ -184,19 +188,22 @@ class TransferLedger:
     # ---- watching
 
     def __enter__(self) -> TransferLedger:
+        if self._stack is not None:
+            raise RuntimeError("this ledger is open already")
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_patched(self))
             stack.enter_context(self.attach())
-            for owner, name in _waits():
-                stack.enter_context(self._watch_wait(owner, name))
-            stack.enter_context(self._watch_new_threads())
             if self.sync_debug and not self.is_fake:
                 stack.enter_context(self._sync_debug())
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._stack.close()
         self._stack = None
+        if self.mode == "raise" and kind is None and (blocking := self.blocking()):
+            # It was raised where it happened, and may have been lost there: on a thread, say.
+            raise BlockingTransfer(blocking[0])
 
     @contextlib.contextmanager
     def attach(self) -> Iterator[None]:
@@ -214,6 +221,10 @@ class TransferLedger:
                 yield
         finally:
             self._local.attached = False
+
+    def watches_this_thread(self) -> bool:
+        """Whether the calling thread has been attached."""
+        return getattr(self._local, "attached", False)
 
     @contextlib.contextmanager
     def in_step(self, step: int) -> Iterator[None]:
@@ -233,48 +244,18 @@ class TransferLedger:
         *sites : str
             ``"file:function"``, where `file` may be the end of a path; or ``"SYNC file:function"`` for
             one kind alone.
+
+        Raises
+        ------
+        ValueError
+            If an entry has another form.
         """
+        for site in sites:
+            if not re.fullmatch(r"((H2D|D2H|SYNC) )?[^ :]+\.py:[\w<>]*[A-Za-z_>]\w*", site):
+                raise ValueError(
+                    f"allow takes 'file.py:function', with 'SYNC ' or so before it, got {site!r}"
+                )
         self._allowed += sites
-
-    @contextlib.contextmanager
-    def _watch_new_threads(self) -> Iterator[None]:
-        start, ledger = threading.Thread.start, self
-
-        @functools.wraps(start)
-        def start_watched(thread: threading.Thread) -> None:
-            run = thread.run
-
-            def watched_run() -> None:
-                # A thread may outlive the ledger: it goes unwatched then.
-                with ledger.attach():
-                    run()
-
-            thread.run = watched_run
-            start(thread)
-
-        threading.Thread.start = start_watched
-        try:
-            yield
-        finally:
-            threading.Thread.start = start
-
-    @contextlib.contextmanager
-    def _watch_wait(self, owner: Any, name: str) -> Iterator[None]:
-        wait = getattr(owner, name)
-        text = f"{owner.__name__.removeprefix('lab.')}.{name}"
-
-        @functools.wraps(wait)
-        def watched_wait(*args: Any, **kwargs: Any) -> Any:
-            self.note(SYNC, text, 0, None, True)
-            if self.is_fake and owner is not fake_device:
-                return None
-            return wait(*args, **kwargs)
-
-        setattr(owner, name, watched_wait)
-        try:
-            yield
-        finally:
-            setattr(owner, name, wait)
 
     @contextlib.contextmanager
     def _sync_debug(self) -> Iterator[None]:
@@ -321,7 +302,7 @@ class TransferLedger:
             threading.current_thread().name,
             self.step() if step is None else step,
         )
-        transfer = replace(transfer, allowed=self._is_allowed(transfer))
+        transfer = replace(transfer, allowed=blocking and self._is_allowed(transfer))
         self.transfers.append(transfer)
         if blocking and not transfer.allowed and self.mode == "raise":
             raise BlockingTransfer(transfer)
@@ -453,10 +434,13 @@ class _Functions(TorchFunctionMode):
                     made = func(*args, **kwargs)
                 ledger.note(H2D, f"{name}(data, device)", made.nbytes, False, True)
                 return made
+        elif name in ("__repr__", "__format__") and ledger.is_device(args[0]):
+            # It takes all modes off before it fetches what it shows.
+            ledger.note(D2H, f"{name} (values)", args[0].nbytes, False, True)
         elif name in ("__getitem__", "__setitem__") and ledger.is_device(args[0]):
             for index in args[1] if isinstance(args[1], tuple) else (args[1],):
                 if fake_device.is_sequence(index):
-                    nbytes = torch.as_tensor(index).nbytes
+                    nbytes = torch.as_tensor(index, device="cpu").nbytes
                     ledger.note(H2D, f"{name}[list]", nbytes, False, True)
             if ledger.is_fake:
                 with ledger._without_copies():
@@ -472,7 +456,9 @@ class _Functions(TorchFunctionMode):
     def _is_for_device(self, name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
         if kwargs.get("device") is not None:
             return self.ledger.is_place(kwargs["device"])
-        return name == "new_tensor" and self.ledger.is_device(args[0])
+        if name == "new_tensor":
+            return self.ledger.is_device(args[0])
+        return torch.get_default_device().type == self.ledger.device_type
 
 
 def _selects_one(tensor: torch.Tensor, index: Any) -> bool:
@@ -492,12 +478,25 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            # Elsewhere such operations are taken apart before they come here.
+            with self:
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
         name, ledger = func._overloadpacket.__name__, self.ledger
         if name == "_to_copy":
             self._note_to_copy(args[0], kwargs)
         elif name == "copy_":
             non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
             ledger.note_copy(name, args[1], args[0], bool(non_blocking))
+        elif name == "_foreach_copy_":
+            non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            for target, source in zip(args[0], args[1], strict=True):
+                ledger.note_copy(name, source, target, bool(non_blocking))
+        elif name in ("linspace", "logspace"):
+            for x in filter(ledger.is_device, args):
+                ledger.note(D2H, name, x.element_size(), False, True)
         elif name == "_local_scalar_dense":
             if ledger.is_device(args[0]):
                 ledger.note(D2H, "item", args[0].element_size(), False, True)
@@ -518,8 +517,11 @@ class _Operations(TorchDispatchMode):
             given_size = name == "repeat_interleave" and kwargs.get("output_size") is not None
             if not given_size and any(ledger.is_device(x) for x in pytree.tree_leaves(args)):
                 ledger.note(D2H, f"{name} (size)", 8, False, True)
-        elif name in _INDEXING and ledger.is_device(args[0]):
-            self._note_indices(name, args)
+        elif name in _INDEXING:
+            if ledger.is_device(args[0]):
+                self._note_indices(name, args)
+            elif name != "index" and ledger.is_device(args[2]):
+                ledger.note(D2H, f"{name} of a number", args[2].nbytes, False, True)
         return func(*args, **kwargs)
 
     def _note_to_copy(self, source: torch.Tensor, kwargs: dict[str, Any]) -> None:
@@ -550,15 +552,82 @@ class _Operations(TorchDispatchMode):
             and not accumulate
             and all(i is None or i.dtype in (torch.bool, torch.uint8) for i in args[1])
         )
-        for index in args[1]:
-            if index is None:
-                continue
-            if index.device.type == "cpu":
-                ledger.note(H2D, f"{name}[host index]", index.nbytes, ledger.is_pinned(index), True)
+        indices = [index for index in args[1] if index is not None]
+        for nbytes in fake_device.host_index_bytes(indices):
+            ledger.note(H2D, f"{name}[host index]", nbytes, False, True)
+        for index in filter(ledger.is_device, indices):
             if index.dtype in (torch.bool, torch.uint8) and not is_fill:
                 ledger.note(D2H, f"{name}[mask] (size)", 8, False, True)
         if value is not None and not is_fill and (is_number or value.device.type == "cpu"):
             ledger.note(H2D, f"{name} (number)", value.nbytes, False, True)
+
+
+# --- What is replaced while any ledger is open --------------------------------------------------
+
+_open: list[TransferLedger] = []
+_patches = contextlib.ExitStack()
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _patched(ledger: TransferLedger) -> Iterator[None]:
+    """Let `ledger` know of waits and of new threads. All open ledgers share what is replaced for it."""
+    with _lock:
+        if not _open:
+            _replace(threading.Thread, "start", _watched_start(threading.Thread.start))
+            for owner, name in _waits():
+                _replace(owner, name, _watched_wait(owner, name))
+        _open.append(ledger)
+    try:
+        yield
+    finally:
+        with _lock:
+            _open[:] = [other for other in _open if other is not ledger]
+            if not _open:
+                _patches.close()
+
+
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    before = getattr(owner, name)
+    setattr(owner, name, function)
+    _patches.callback(setattr, owner, name, before)
+
+
+def _watched_start(start: Callable[..., None]) -> Callable[..., None]:
+    """``Thread.start`` of threads that open ledgers watch."""
+
+    @functools.wraps(start)
+    def start_watched(thread: threading.Thread) -> None:
+        run, ledgers = thread.run, tuple(_open)
+
+        def watched_run() -> None:
+            # A thread may outlive a ledger, which enters nothing more then.
+            with contextlib.ExitStack() as stack:
+                for ledger in ledgers:
+                    stack.enter_context(ledger.attach())
+                run()
+
+        thread.run = watched_run
+        start(thread)
+
+    return start_watched
+
+
+def _watched_wait(owner: Any, name: str) -> Callable[..., Any]:
+    """A function that waits for the device, which ledgers of the calling thread note."""
+    wait = getattr(owner, name)
+    text = f"{owner.__name__.removeprefix('lab.')}.{name}"
+
+    @functools.wraps(wait)
+    def watched_wait(*args: Any, **kwargs: Any) -> Any:
+        watching = [ledger for ledger in tuple(_open) if ledger.watches_this_thread()]
+        for ledger in watching:
+            ledger.note(SYNC, text, 0, None, True)
+        if owner is not fake_device and any(ledger.is_fake for ledger in watching):
+            return None
+        return wait(*args, **kwargs)
+
+    return watched_wait
 
 
 def _waits() -> list[tuple[Any, str]]:
@@ -579,6 +648,13 @@ def _is_settable(owner: Any, name: str) -> bool:
     except (TypeError, AttributeError):
         return False
     return True
+
+
+@functools.cache
+def _is_composite(op: Any) -> bool:
+    """Whether an operation is made of others."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(op.name(), "CompositeImplicitAutograd")
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -2,14 +2,15 @@
 
 For an interpreter as `lab.upstream` wants it. Prints JSON: what `TransferLedger.as_dict` tells of
 ``build`` (the sampling parameters of a batch), ``bias`` (of one with logit bias), ``decode`` (a plain
-decode step), ``spec_decode`` (a speculative one) and ``apply`` (penalizing logits). The kernel that enters
-KV slots into the request pool is left out: it is compiled, and no copy.
+decode step), ``spec_decode`` (a speculative one) and ``apply`` (penalizing logits). The kernel that
+enters KV slots into the request pool is left out: it is compiled, and no copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -98,6 +99,13 @@ def _batch(params: dict[str, Any] = ALL_PENALTIES, **settings: Any) -> Any:
 def main() -> None:
     """Print everything as JSON."""
     upstream.stub_what_is_absent()
+    try:
+        from sglang.srt.mem_cache import cache_init_params  # noqa: F401
+    except ImportError as error:
+        sys.exit(
+            f"upstream_transfers: error: {error}. This wants a release of SGLang on the path, and an "
+            "interpreter that has what it imports: see docs/laboratory.md"
+        )
     with torch.inference_mode(False), torch.no_grad():
         acts = (build, bias, decode, spec_decode, apply)
         print(json.dumps({act.__name__: act() for act in acts}, indent=2))

@@ -38,6 +38,12 @@ from pathlib import Path
 from typing import Final
 
 CLASSES: Final = ("ScheduleBatch", "SamplingBatchInfo", "EagleDraftInput", "EagleVerifyInput")
+HOMES: Final = {
+    "ScheduleBatch": "managers/schedule_batch.py",
+    "SamplingBatchInfo": "sampling/sampling_batch_info.py",
+    "EagleDraftInput": "speculative/eagle_info.py",
+    "EagleVerifyInput": "speculative/eagle_info.py",
+}
 # By column: the methods that count.
 ACTS: Final = {
     "merge": ("merge_batch",),
@@ -75,7 +81,9 @@ class FieldAudit:
 
     @property
     def mark(self) -> str:
-        """``"!"``, ``"?"`` or nothing, see the module."""
+        """``"!"``, ``"?"`` or nothing, see the module. Without both methods there is nothing to say."""
+        if not {"merge", "filter"} <= self.touched.keys():
+            return ""
         merge, filter_ = (self.touched.get(act) == "w" for act in ("merge", "filter"))
         if merge != filter_:
             return "!"
@@ -111,7 +119,7 @@ def find_srt(tree: Path) -> Path:
     AuditError
         If there is none.
     """
-    for inside in ("srt", "sglang/srt", "python/sglang/srt"):
+    for inside in (".", "srt", "sglang/srt", "python/sglang/srt"):
         if (tree / inside / "managers" / "schedule_batch.py").is_file():
             return tree / inside
     raise AuditError(f"{tree} is no SGLang tree: it has no managers/schedule_batch.py")
@@ -125,11 +133,20 @@ def read_classes(srt: Path) -> dict[str, tuple[ast.ClassDef, Path]]:
     found: dict[str, tuple[ast.ClassDef, Path]] = {}
     for folder in FOLDERS:
         for path in sorted((srt / folder).rglob("*.py")):
-            module = ast.parse(path.read_text())
+            try:
+                module = ast.parse(path.read_bytes(), str(path))
+            except (SyntaxError, ValueError, OSError) as error:
+                print(
+                    f"audit_fields: {path} cannot be read and is left out: {error}", file=sys.stderr
+                )
+                continue
             names = _Names(module)
             for node in module.body:
-                if isinstance(node, ast.ClassDef):
-                    found.setdefault(node.name, (names.visit(node), path))
+                if not isinstance(node, ast.ClassDef):
+                    continue
+                # Where upstream has the class goes before any other of that name.
+                if node.name not in found or path == srt / HOMES.get(node.name, ""):
+                    found[node.name] = (names.visit(node), path)
     return found
 
 
@@ -151,12 +168,14 @@ class _Names(ast.NodeTransformer):
 
 
 def _lineage(name: str, classes: dict[str, tuple[ast.ClassDef, Path]]) -> Iterator[ast.ClassDef]:
-    """A class and its bases, as far as they are known, nearest first."""
-    if name in classes:
-        node = classes[name][0]
-        yield node
-        for base in node.bases:
-            yield from _lineage(getattr(base, "id", ""), classes)
+    """A class and its bases, as far as they are known, nearest first, each once."""
+    pending, seen = [name], set[str]()
+    while pending:
+        name = pending.pop(0)
+        if name in classes and name not in seen:
+            seen.add(name)
+            yield classes[name][0]
+            pending += [getattr(base, "id", "") for base in classes[name][0].bases]
 
 
 def audit_class(name: str, classes: dict[str, tuple[ast.ClassDef, Path]], srt: Path) -> ClassAudit:
@@ -236,7 +255,12 @@ def _uses(function: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
             yield node.attr, _is_change(node, parents)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and changes_by_name:
+        elif (
+            changes_by_name
+            and isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and isinstance(parents.get(node), ast.Tuple | ast.List | ast.Set | ast.Dict)
+        ):
             yield node.value, True
 
 
@@ -246,9 +270,9 @@ def _is_change(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
         return True
     parent = parents.get(node)
     if isinstance(parent, ast.Subscript) and parent.value is node:
-        return isinstance(parent.ctx, ast.Store)
+        return _is_change(parent, parents)
     if isinstance(parent, ast.Attribute):
-        if isinstance(parent.ctx, ast.Store):
+        if _is_stored(parent, parents):
             return True
         call = parents.get(parent)
         changing = ("merge", "filter", "append", "extend", "update", "clear", "release")
@@ -257,6 +281,15 @@ def _is_change(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
             and call.func is parent
             and (parent.attr.startswith(changing) or parent.attr.endswith("_"))
         )
+    return False
+
+
+def _is_stored(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether this, or an attribute or an element of it, is assigned."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node.ctx, ast.Store):
+            return True
+        node = parents.get(node)
     return False
 
 
@@ -270,6 +303,8 @@ def audit(tree: Path) -> list[ClassAudit]:
     """
     srt = find_srt(tree)
     classes = read_classes(srt)
+    if "ScheduleBatch" not in classes:
+        raise AuditError(f"{srt} has no class ScheduleBatch")
     return [audit_class(name, classes, srt) for name in CLASSES if name in classes]
 
 
@@ -282,20 +317,29 @@ def render(audits: Sequence[ClassAudit], marked: bool = False) -> str:
     for one in audits:
         shown = [f for f in one.fields if f.mark or not marked]
         count = sum(bool(f.mark) for f in one.fields)
-        lines.append(f"{one.name} ({one.file}): {len(one.fields)} fields, {count} marked")
+        found = f"{len(one.fields)} fields, {count} marked"
+        lacking = [act for act in ("merge", "filter") if act not in one.acts]
+        if lacking:
+            found += f" (it has no {' and no '.join(lacking)}: not judged)"
+        lines.append(f"{one.name} ({one.file}): {found}")
         width = max((len(f.name) for f in shown), default=0)
         lines.append("  ".join(["    " + "field".ljust(width), *one.acts]))
         for f in shown:
             cells = [f.touched[act].center(len(act)) for act in one.acts]
             lines.append("  ".join([f"  {f.mark or ' '} {f.name.ljust(width)}", *cells]).rstrip())
         lines.append("")
+    absent = set(CLASSES) - {one.name for one in audits}
+    lines += [f"{name}: not found" for name in CLASSES if name in absent]
     return "\n".join(lines)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="audit_fields.py", description=(__doc__ or "").partition("\n")[0]
+        prog="audit_fields.py",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="w: assigned, r: read, .: not touched. !: one of merge and filter assigns it and the "
+        "other does not. ?: neither does, and building sets it from the requests.",
     )
     parser.add_argument("tree", type=Path, metavar="TREE", help="any SGLang tree")
     parser.add_argument("--marked", action="store_true", help="only fields with a mark")
@@ -312,15 +356,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"audit_fields: error: {error}", file=sys.stderr)
         return 1
     if args.json:
-        print(
-            json.dumps(
-                [
-                    asdict(one) | {"fields": [asdict(f) | {"mark": f.mark} for f in one.fields]}
-                    for one in audits
-                ],
-                indent=2,
-            )
-        )
+        found = [
+            asdict(one)
+            | {
+                "fields": [
+                    asdict(f) | {"mark": f.mark} for f in one.fields if f.mark or not args.marked
+                ]
+            }
+            for one in audits
+        ]
+        print(json.dumps(found, indent=2))
     else:
         print(render(audits, args.marked))
     return 0

@@ -62,7 +62,6 @@ def release(version: str, root: Path | None = None, say: Say = print) -> Path:
         say(f"SGLang {version} is there")
         return tree
     wheel = _wheel(version, root / "dl", say)
-    _check(wheel, root / "checksums.json")
     # Under another name first, so that what is there is whole.
     unpacked = root / f".{version}.unpacked"
     for folder in (unpacked, tree):
@@ -74,6 +73,7 @@ def release(version: str, root: Path | None = None, say: Say = print) -> Path:
         raise PrepareError(f"{wheel} is no wheel ({error}): remove it and try again") from error
     if not (unpacked / "sglang" / "__init__.py").is_file():
         raise PrepareError(f"{wheel} has no sglang in it")
+    _check(wheel, root / "checksums.json")
     unpacked.rename(tree)
     say(f"SGLang {version} is unpacked")
     return tree
@@ -92,20 +92,28 @@ def _wheel(version: str, folder: Path, say: Say) -> Path:
                 f"SGLang {version} is neither in {folder} nor to be had from the package index:\n"
                 f"{done.stderr.strip()[-1500:]}"
             )
-    (wheel,) = sorted(folder.glob(pattern))[:1]
-    return wheel
+    wheels = sorted(folder.glob(pattern))
+    if not wheels:
+        raise PrepareError(f"pip brought no {pattern} into {folder}")
+    return wheels[0]
 
 
 def _check(wheel: Path, book: Path) -> None:
     """See that a wheel is what it was when it first came."""
-    known = json.loads(book.read_text()) if book.is_file() else {}
+    try:
+        known = dict(json.loads(book.read_text())) if book.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise PrepareError(f"{book} is damaged ({error}): remove it and try again") from error
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if known.setdefault(wheel.name, found) != found:
         raise PrepareError(
             f"{wheel.name} has SHA-256 {found}, and had {known[wheel.name]} when it first came "
             f"({book})"
         )
-    book.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+    # In one step, so that it is never found half written.
+    new = book.with_suffix(".new")
+    new.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+    new.replace(book)
 
 
 def environment(root: Path | None = None, say: Say = print) -> Path:

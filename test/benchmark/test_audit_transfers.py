@@ -30,13 +30,12 @@ def test_any_penalty_copies_the_tokens_once(kind: str) -> None:
     ] * (0 if kind == "none" else 2)
 
 
-def test_a_whole_run_shows_the_loading(capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights are copied as they may: nothing runs yet that would have to wait."""
-    assert main(["--phase", "all", "--steps", "1", "--batch-size", "1"]) == 1
+def test_a_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Admission, prefill and end too; loading the model is over before."""
+    assert main(["--phase", "all", "--steps", "1", "--batch-size", "1", "--penalties", "all"]) == 0
     out = capsys.readouterr().out
-    assert "BLOCKS" in out and "load_model" in out
-    blocking = audit(phase="all", steps=1).blocking()
-    assert {t.step for t in blocking} == {None}
+    assert "sampling_batch_info.py" in out and "load_model" not in out
+    assert audit(phase="all", steps=1).blocking() == []
 
 
 def test_what_blocks_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

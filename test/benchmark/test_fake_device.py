@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,31 @@ def test_host_and_device_do_not_mix(x: torch.Tensor) -> None:
         with pytest.raises(RuntimeError, match="device"):
             mix()
     assert (x + torch.tensor(1.0)).sum().item() == 300  # a number may come from anywhere
+
+
+def test_what_cannot_be_is_refused(x: torch.Tensor, device: torch.device) -> None:
+    rows = torch.tensor([0, 1], device=device)
+    host = torch.zeros(4, 6)
+    z = torch.tensor([1 + 2j]).to(device)
+    for act, kind in (
+        (lambda: z.conj(), NotImplementedError),
+        (lambda: torch._neg_view(x), NotImplementedError),
+        (lambda: x.as_strided((10, 10), (6, 1)), RuntimeError),
+        (lambda: x.set_(torch.ones(3, device=device)), NotImplementedError),
+        (lambda: x.__setitem__(rows, torch.zeros(2, 6)), RuntimeError),
+        (lambda: host.__setitem__(rows, 1.0), RuntimeError),
+        (lambda: host[rows], RuntimeError),
+    ):
+        with pytest.raises(kind):
+            act()
+
+
+def test_a_deep_copy() -> None:
+    with FakeDeviceMode():
+        x = torch.ones(3, device=fake_device.device())
+        twin = copy.deepcopy(x)
+        twin.zero_()
+        assert x.tolist() == [1, 1, 1] and is_fake(twin)
 
 
 def test_pinned_memory_is_kept_in_the_books() -> None:

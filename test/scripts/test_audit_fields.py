@@ -108,9 +108,38 @@ def test_what_is_printed(tree: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {f["name"]: f["mark"] for f in one["fields"]}["forgotten"] == "?"
 
 
-@pytest.mark.parametrize("inside", [".", "python", "python/sglang"])
+@pytest.mark.parametrize("inside", [".", "python", "python/sglang", "python/sglang/srt"])
 def test_any_way_into_a_tree(tree: Path, inside: str) -> None:
     assert find_srt(tree / inside).samefile(tree / "python" / "sglang" / "srt")
+
+
+def test_odd_files_are_left_out(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    managers = tree / "python" / "sglang" / "srt" / "managers"
+    (managers / "a_broken.py").write_text("def (")
+    (managers / "a_bytes.py").write_bytes(b"x = '\xff'")
+    (managers / "a_nul.py").write_bytes(b"x = 1\0")
+    (managers / "a_bom.py").write_bytes(b"\xef\xbb\xbfx = 1")
+    (managers / "a_folder.py").mkdir()
+    # Another class of that name, in a file that comes first, and one that is its own base.
+    (managers / "a_double.py").write_text("class ScheduleBatch(ScheduleBatch):\n    x: int = 0\n")
+    (one,) = audit(tree)
+    assert one.file.endswith("schedule_batch.py")
+    err = capsys.readouterr().err
+    for name in ("a_broken.py", "a_bytes.py", "a_nul.py", "a_folder.py"):
+        assert f"{name} cannot be read and is left out" in err
+    assert "a_bom.py" not in err
+
+
+def test_what_is_not_there_is_said(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = tree / "python" / "sglang" / "srt" / "managers" / "schedule_batch.py"
+    batch.write_text(BATCH.replace("def filter_batch", "def keep"))
+    assert main([str(tree)]) == 0
+    out = capsys.readouterr().out
+    assert "0 marked (it has no filter: not judged)" in out
+    assert "EagleDraftInput: not found" in out
+    batch.write_text("x = 1")
+    assert main([str(tree)]) == 1
+    assert "has no class ScheduleBatch" in capsys.readouterr().err
 
 
 def test_no_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

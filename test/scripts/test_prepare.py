@@ -21,12 +21,14 @@ def quiet(line: str) -> None:
     pass
 
 
-def write_wheel(root: Path, version: str = "0.5.14", name: str = "sglang/__init__.py") -> Path:
+def write_wheel(
+    root: Path, version: str = "0.5.14", name: str = "sglang/__init__.py", text: str = ""
+) -> Path:
     folder = root / "dl"
     folder.mkdir(exist_ok=True)
     wheel = folder / f"sglang-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(name, f"# {version}")
+        archive.writestr(name, text)
         archive.writestr("sglang/srt/a.py", "x = 1")
     return wheel
 
@@ -48,7 +50,7 @@ def test_a_wheel_has_to_stay_what_it_was(tmp_path: Path) -> None:
     book = json.loads((tmp_path / "checksums.json").read_text())
     assert len(book[wheel.name]) == 64
     (tree / "sglang" / "__init__.py").unlink()
-    write_wheel(tmp_path, name="sglang/other.py")
+    write_wheel(tmp_path, text="# another one")
     with pytest.raises(PrepareError, match="when it first came"):
         release("0.5.14", tmp_path, quiet)
 
@@ -59,6 +61,17 @@ def test_a_broken_wheel(text: bytes, tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match="is no wheel"):
         release("0.5.14", tmp_path, quiet)
     assert not (tmp_path / "0.5.14").exists()
+    # It is not booked either: a whole one may follow.
+    write_wheel(tmp_path)
+    release("0.5.14", tmp_path, quiet)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_a_damaged_book(text: str, tmp_path: Path) -> None:
+    write_wheel(tmp_path)
+    (tmp_path / "checksums.json").write_text(text)
+    with pytest.raises(PrepareError, match="is damaged"):
+        release("0.5.14", tmp_path, quiet)
 
 
 def test_a_wheel_of_something_else(tmp_path: Path) -> None:

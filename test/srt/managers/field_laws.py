@@ -325,6 +325,8 @@ def wrong_effects(info: Any, infos: Sequence[Any]) -> list[str]:
         one.apply_logits_bias(single)
         if not torch.equal(together[i], single[0]):
             wrong.append(f"penalties and bias of row {i} (concatenate)")
+    if (info.logit_bias is None) != all(one.logit_bias is None for one in infos):
+        wrong.append("logit_bias (None if nobody has one)")
     required = info.penalizer_orchestrator.is_required
     if required != any(one.penalizer_orchestrator.is_required for one in infos):
         wrong.append(f"penalizer_orchestrator.is_required (any): {required}")
@@ -344,6 +346,11 @@ class Poison:
 
     def __getattr__(self, name: str) -> Any:
         self._fail()
+
+
+def accumulate(batch: ScheduleBatch) -> None:
+    """Let a batch hold the penalties of a forward, which a merge or a filter has to give up."""
+    batch.sampling_info.update_penalties()
 
 
 def poison(batch: ScheduleBatch) -> None:

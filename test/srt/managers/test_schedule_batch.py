@@ -99,7 +99,13 @@ def test_what_a_forward_holds_is_never_written(
     def submit(batch: ScheduleBatch) -> None:
         forward = batch.get_forward_batch()
         tensors = tensors_of(forward)
-        lists = {k: v for k, v in vars(forward).items() if isinstance(v, list)}
+        lists = {
+            name: value
+            for owner in (forward, forward.sampling_info)
+            for name, value in vars(owner).items()
+            if isinstance(value, list)
+        }
+        assert forward.sampling_info.penalizer_orchestrator is None
         held.append(
             (tensors, {k: v.clone() for k, v in tensors.items()}, lists, copy.deepcopy(lists))
         )
