@@ -80,8 +80,6 @@ def run_cases(
         By case: ``outcome`` ("done", "stalls", "unsupported", "failed"), ``metrics`` if done, else
         ``detail``.
     """
-    if package is not None and not (Path(package) / "sglang" / "__init__.py").is_file():
-        raise ValueError(f"there is no sglang in {package!r}")
     options = [] if rounds is None else ["--rounds", str(rounds)]
     options += [] if stall_s is None else ["--stall", str(stall_s)]
     results: dict[str, Event] = {}
@@ -166,6 +164,13 @@ def _end(worker: subprocess.Popen) -> None:
     worker.wait()
 
 
+def package_folder(path: str) -> str:
+    """A directory that holds ``sglang``, for argparse."""
+    if not (Path(path) / "sglang" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"there is no sglang in {path!r}")
+    return path
+
+
 def say(event: Event) -> None:
     """Print an event as a line, on stderr."""
     if event["event"] == "progress":
@@ -197,7 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--threads", type=int, help="instead of what each setup says")
     parser.add_argument("--rounds", type=int, help="rounds a case")
-    parser.add_argument("--package", help="directory that holds another sglang to measure")
+    parser.add_argument(
+        "--package", type=package_folder, help="directory that holds another sglang to measure"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
     try:

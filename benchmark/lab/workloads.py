@@ -350,6 +350,7 @@ class Session:
             sites = blocking_sites(setup.speculative, "all")
             self.accelerator = ModelledAccelerator(sites)
             overrides["thread_context"] = self.accelerator.thread_context
+            overrides.setdefault("device", self.accelerator.device)
         self.engine = sglang.Engine(
             **server_args(setup, self.paths) | overrides,
             observer=self.probe,
