@@ -32,7 +32,7 @@ import torch
 
 from lab import models
 from lab.fake_engine import MEANT, watched_engine
-from lab.transfer_ledger import Transfer, TransferLedger, render, rows_of
+from lab.transfer_ledger import Transfer, TransferLedger, blocking_of, render, totals_of
 from lab.workloads import DRAFT_SHAPES
 
 PENALTIES: dict[str, dict[str, Any]] = {
@@ -68,19 +68,11 @@ class Audit:
 
     def blocking(self) -> list[Transfer]:
         """Those that block and are not meant."""
-        return [t for t in self.transfers if t.blocking and not t.allowed]
+        return blocking_of(self.transfers)
 
     def as_dict(self) -> dict[str, Any]:
         """For programs. Counts are of all steps together."""
-        return {
-            "device": self.device,
-            "steps": self.steps,
-            "blocking": len(self.blocking()),
-            "allowed": sum(t.blocking and t.allowed for t in self.transfers),
-            "asynchronous": sum(not t.blocking for t in self.transfers),
-            "bytes": sum(t.nbytes for t in self.transfers),
-            "rows": rows_of(self.transfers),
-        }
+        return {"device": self.device, "steps": self.steps, **totals_of(self.transfers)}
 
 
 def audit(
@@ -136,7 +128,7 @@ def audit(
         }
         engine_args = {"max_total_tokens": 4096, "dtype": "float32"} | engine_args
         with (
-            _one_thread(),
+            one_thread(),
             TransferLedger(mode=mode, allow=MEANT) as ledger,
             watched_engine(
                 path,
@@ -160,7 +152,7 @@ def audit(
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Operations of a tiny model are not worth two."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

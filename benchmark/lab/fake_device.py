@@ -85,12 +85,9 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 # --- Operations -------------------------------------------------------------------------------
 
+INDEXING: Final = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
 # Like a GPU, it takes indices from the host, and copies.
-_TAKE_HOST_TENSORS: Final = frozenset(
-    ("index", "index_put", "index_put_", "_index_put_impl_", "copy_", "_to_copy")
-)
-
-
+_TAKE_HOST_TENSORS: Final = INDEXING | {"copy_", "_to_copy"}
 # It takes a tensor of one number from the host where it computes, and not where tensors are looked up or
 # put together.
 _TAKE_NO_HOST_NUMBERS: Final = frozenset(
@@ -148,7 +145,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         # What an operation was given to write into comes back as it was.
         return fakes[id(value)][0] if id(value) in fakes else _wrap(value)
 
-    if op._overloadpacket.__name__ in _INDEXING:
+    if op._overloadpacket.__name__ in INDEXING:
         _check_indexing(op, *args)
     if op is _aten._local_scalar_dense.default:
         _count("D2H", args[0].element_size())
@@ -164,10 +161,9 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
 _MIXED: Final = (
     "{}: expected all tensors to be on the same device, but found at least two, {} and {}"
 )
-_INDEXING: Final = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
-def _check_indexing(op: Any, target: torch.Tensor, indices: Any, *rest: Any, **kwargs: Any) -> None:
+def _check_indexing(op: Any, target: torch.Tensor, indices: Any, *rest: Any) -> None:
     """Refuse what a GPU refuses, and count what it copies."""
     present = [i for i in indices if i is not None]
     values = rest[0] if rest and op._overloadpacket.__name__ != "index" else None
@@ -291,11 +287,6 @@ def is_meant(place: Any) -> bool:
     return isinstance(place, str | torch.device) and str(place).partition(":")[0] in (NAME, "cuda")
 
 
-def is_fake_place(place: torch.device) -> bool:
-    """Whether a device is the fake one."""
-    return place.type == NAME
-
-
 def data_of(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a function of `FROM_DATA` is to make a tensor of."""
     place = 1 if name == "new_tensor" else 0
@@ -358,7 +349,7 @@ class FakeDeviceMode(TorchFunctionMode):
             args = tuple(_fetched(x) if isinstance(x, list | tuple) else x for x in args)
         if name in FROM_DATA and kwargs.get("device") is None and name != "new_tensor":
             # What another mode would add to the call, below this one.
-            if is_fake_place(default := torch.get_default_device()):
+            if (default := torch.get_default_device()).type == NAME:
                 kwargs["device"] = default
         if is_meant(kwargs.get("device")):
             kwargs["device"] = device()

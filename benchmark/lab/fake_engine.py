@@ -23,14 +23,8 @@ MEANT: tuple[str, ...] = (
 
 
 @contextlib.contextmanager
-def fake_cuda(ledger: TransferLedger | None = None) -> Iterator[None]:
-    """Serve ``device="cuda"`` with the fake device inside the ``with``.
-
-    Parameters
-    ----------
-    ledger : TransferLedger, optional
-        Is told which step a forward belongs to.
-    """
+def fake_cuda() -> Iterator[None]:
+    """Serve ``device="cuda"`` with the fake device inside the ``with``."""
     from sglang.srt.utils.common import Platform, get_platform, register_platform
 
     class FakeCuda(Platform):
@@ -41,7 +35,16 @@ def fake_cuda(ledger: TransferLedger | None = None) -> Iterator[None]:
             return True
 
         def create_forward_stream(self, overlap: bool) -> Any:
-            return _WatchedStream(super().create_forward_stream(overlap), ledger)
+            stream = super().create_forward_stream(overlap)
+            submit = stream.submit
+
+            def submit_noted(fn: Callable[[], Any]) -> Any:
+                handle = submit(fn)
+                handle.wait = _noted(handle.wait)
+                return handle
+
+            stream.submit = submit_noted
+            return stream
 
     before = get_platform("cuda")
     register_platform(FakeCuda())
@@ -51,43 +54,20 @@ def fake_cuda(ledger: TransferLedger | None = None) -> Iterator[None]:
         register_platform(before)
 
 
-class _WatchedStream:
-    """A forward stream that knows the number of each forward, and whose waits are noted."""
+def _noted(wait: Callable[[], Any]) -> Callable[[], Any]:
+    """A wait for a forward's results that counts as one for the device."""
 
-    def __init__(self, stream: Any, ledger: TransferLedger | None) -> None:
-        self._stream, self._ledger = stream, ledger
-        self._submitted = 0
+    def noted_wait() -> Any:
+        fake_device.synchronize()
+        return wait()
 
-    def submit(self, fn: Callable[[], Any]) -> Any:
-        self._submitted += 1
-        handle = self._stream.submit(self._in_step(self._submitted, fn))
-        wait = handle.wait
-
-        def noted_wait() -> Any:
-            fake_device.synchronize()
-            return wait()
-
-        handle.wait = noted_wait
-        return handle
-
-    def _in_step(self, step: int, fn: Callable[[], Any]) -> Callable[[], Any]:
-        if self._ledger is None:
-            return fn
-
-        def run() -> Any:
-            with self._ledger.in_step(step):
-                return fn()
-
-        return run
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    return noted_wait
 
 
 def tell_steps(ledger: TransferLedger, scheduler: Any) -> None:
     """Let `ledger` know which step the scheduler of an engine works on.
 
-    Preparing a forward belongs to its step, and handling its results too.
+    Preparing a forward belongs to its step, and so do the forward and the handling of its results.
     """
     prepare, process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
     stream, submit = scheduler.forward_stream, scheduler.forward_stream.submit
@@ -97,12 +77,18 @@ def tell_steps(ledger: TransferLedger, scheduler: Any) -> None:
             return prepare()
 
     def process_batch_result(batch: Any, handle: Any, *rest: Any) -> Any:
-        with ledger.in_step(getattr(handle, "lab_step", None)):
+        with ledger.in_step(handle.lab_step):
             return process(batch, handle, *rest)
 
     def numbered_submit(fn: Callable[[], Any]) -> Any:
-        handle = submit(fn)
-        handle.lab_step = scheduler.forward_ct
+        step = scheduler.forward_ct
+
+        def run() -> Any:
+            with ledger.in_step(step):
+                return fn()
+
+        handle = submit(run)
+        handle.lab_step = step
         return handle
 
     stream.submit = numbered_submit
@@ -127,7 +113,7 @@ def watched_engine(
 
     with contextlib.ExitStack() as stack:
         if ledger.is_fake:
-            stack.enter_context(fake_cuda(ledger))
+            stack.enter_context(fake_cuda())
         engine = stack.enter_context(
             sgl.Engine(
                 model_path=model_path,

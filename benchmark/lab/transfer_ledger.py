@@ -69,7 +69,6 @@ _FETCHES: Final = {
     "index_fill_": 3,
     "multinomial": 0,
 }
-_INDEXING: Final = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
 _SYNC_DEBUG: Final = "called a synchronizing CUDA operation"
 
 
@@ -208,7 +207,7 @@ class TransferLedger:
     @contextlib.contextmanager
     def attach(self) -> Iterator[None]:
         """Watch the calling thread, once however often this is entered."""
-        if getattr(self._local, "attached", False):
+        if self.watches_this_thread():
             yield
             return
         self._local.attached = True
@@ -335,7 +334,7 @@ class TransferLedger:
 
     def blocking(self) -> list[Transfer]:
         """Transfers that block and are not meant."""
-        return [t for t in self.transfers if t.blocking and not t.allowed]
+        return blocking_of(self.transfers)
 
     def rows(self) -> list[dict[str, Any]]:
         """See `rows_of`."""
@@ -343,15 +342,7 @@ class TransferLedger:
 
     def as_dict(self) -> dict[str, Any]:
         """Totals, and a row a call site, for programs."""
-        return {
-            "device": self.device_type,
-            "transfers": len(self.transfers),
-            "blocking": len(self.blocking()),
-            "allowed": sum(t.allowed and t.blocking for t in self.transfers),
-            "asynchronous": sum(not t.blocking for t in self.transfers),
-            "bytes": sum(t.nbytes for t in self.transfers),
-            "rows": self.rows(),
-        }
+        return {"device": self.device_type, **totals_of(self.transfers)}
 
     def report(self) -> str:
         """A table for people: one row a call site, and totals."""
@@ -517,7 +508,7 @@ class _Operations(TorchDispatchMode):
             given_size = name == "repeat_interleave" and kwargs.get("output_size") is not None
             if not given_size and any(ledger.is_device(x) for x in pytree.tree_leaves(args)):
                 ledger.note(D2H, f"{name} (size)", 8, False, True)
-        elif name in _INDEXING:
+        elif name in fake_device.INDEXING:
             if ledger.is_device(args[0]):
                 self._note_indices(name, args)
             elif name != "index" and ledger.is_device(args[2]):
@@ -705,6 +696,23 @@ def short_path(file: str) -> str:
         last = len(parts) - 1 - parts[::-1].index("sglang")
         return "/".join(parts[last:])
     return "/".join(parts[-2:])
+
+
+def blocking_of(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Those that block and are not meant."""
+    return [t for t in transfers if t.blocking and not t.allowed]
+
+
+def totals_of(transfers: Sequence[Transfer]) -> dict[str, Any]:
+    """Counts, bytes, and a row a call site."""
+    return {
+        "transfers": len(transfers),
+        "blocking": len(blocking_of(transfers)),
+        "allowed": sum(t.allowed for t in transfers),
+        "asynchronous": sum(not t.blocking for t in transfers),
+        "bytes": sum(t.nbytes for t in transfers),
+        "rows": rows_of(transfers),
+    }
 
 
 def rows_of(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:

@@ -18,19 +18,13 @@ from unittest import mock
 import torch
 
 from lab import fake_device, upstream
+from lab.audit_transfers import PENALTIES
 from lab.transfer_ledger import TransferLedger
+from lab.workloads import DRAFT_SHAPES
 
-ALL_PENALTIES = {
-    "frequency_penalty": 0.3,
-    "presence_penalty": 0.2,
-    "repetition_penalty": 1.2,
-    "min_new_tokens": 4,
-    "stop_token_ids": [5, 7],
-}
-SPECULATION = {
+ALL_PENALTIES = PENALTIES["all"] | {"stop_token_ids": [5, 7]}
+SPECULATION = DRAFT_SHAPES["chain"] | {
     "speculative_algorithm": "EAGLE",
-    "speculative_num_steps": 3,
-    "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
 SIZE = 4

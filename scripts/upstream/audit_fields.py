@@ -37,13 +37,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-CLASSES: Final = ("ScheduleBatch", "SamplingBatchInfo", "EagleDraftInput", "EagleVerifyInput")
+# Where upstream has the classes.
 HOMES: Final = {
     "ScheduleBatch": "managers/schedule_batch.py",
     "SamplingBatchInfo": "sampling/sampling_batch_info.py",
     "EagleDraftInput": "speculative/eagle_info.py",
     "EagleVerifyInput": "speculative/eagle_info.py",
 }
+CLASSES: Final = tuple(HOMES)
 # By column: the methods that count.
 ACTS: Final = {
     "merge": ("merge_batch",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ import torch.nn.functional as F
 import sglang as sgl
 from lab import fake_device
 from lab.fake_device import FakeDeviceMode, is_fake, values_of
-from sglang.srt.utils.common import Platform, get_platform, register_platform
+from lab.fake_engine import fake_cuda
+from lab.workloads import DRAFT_SHAPES
 
 
 @pytest.fixture(scope="module")
@@ -150,32 +150,13 @@ def test_pinned_memory_is_kept_in_the_books() -> None:
 # --- An engine ----------------------------------------------------------------------------------
 
 
-class Fake(Platform):
-    """Stands for CUDA."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__("cuda", device)
-
-    def is_pin_memory_available(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def fake_cuda(device: torch.device) -> Iterator[None]:
-    before = get_platform("cuda")
-    register_platform(Fake(device))
-    yield
-    register_platform(before)
-
-
-TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 KINDS: dict[str, dict[str, Any]] = {
     "overlap": {},
     "normal": {"disable_overlap_schedule": True},
     "mixed": {"enable_mixed_chunk": True, "chunked_prefill_size": 8},
     "retraction": {"max_total_tokens": 96, "page_size": 4, "chunked_prefill_size": 8},
     "chain": {"speculative_algorithm": "EAGLE"},
-    "tree": {"speculative_algorithm": "EAGLE", **TREE},
+    "tree": {"speculative_algorithm": "EAGLE", **DRAFT_SHAPES["tree"]},
 }
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.0, "sampling_seed": 1, "top_p": 0.9},
@@ -186,9 +167,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_gives_the_same_tokens(
-    kind: str, fake_cuda: None, tiny_paths: tuple[str, str]
-) -> None:
+def test_an_engine_gives_the_same_tokens(kind: str, tiny_paths: tuple[str, str]) -> None:
     path, draft = tiny_paths
     arguments = {"max_total_tokens": 512} | KINDS[kind]
     if "speculative_algorithm" in arguments:
@@ -217,5 +196,6 @@ def test_an_engine_gives_the_same_tokens(
         return [(r["output_ids"], r["meta_info"]["retraction_count"]) for r in results]
 
     expected = tokens("cpu", contextlib.nullcontext)
-    assert tokens("cuda", FakeDeviceMode) == expected
+    with fake_cuda():
+        assert tokens("cuda", FakeDeviceMode) == expected
     assert (kind == "retraction") == any(count for _, count in expected)

@@ -152,12 +152,11 @@ class World:
         self.asks = asks
         self.reqs = [make_req(ask, i) for i, ask in enumerate(asks)]
         self.pool = ReqToTokenPool(len(asks), 256, CPU)
-        make = (
-            (lambda: TokenToKVPoolAllocator(4096, CPU))
+        self.allocator = (
+            TokenToKVPoolAllocator(4096, CPU)
             if page_size == 1
-            else (lambda: PagedTokenToKVPoolAllocator(4096, page_size, CPU))
+            else PagedTokenToKVPoolAllocator(4096, page_size, CPU)
         )
-        self.allocator = make()
         self.cache = ChunkCache(self.pool, self.allocator)
         self.algorithm = SpeculativeAlgorithm.EAGLE if speculates else SpeculativeAlgorithm.NONE
         self.steps = [0] * len(asks)

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from lab.audit_transfers import one_thread
 from lab.fake_device import counted_copies
 from lab.fake_engine import MEANT, watched_engine
 from lab.models import random_prompts, write_tiny_model
 from lab.transfer_ledger import Transfer, TransferLedger
 from lab.workloads import DRAFT_SHAPES
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 VOCAB = 64
 SHAPE = {"vocab_size": VOCAB, "num_hidden_layers": 1}
@@ -63,15 +65,6 @@ LOGPROBS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operations of this size are not worth two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     root = tmp_path_factory.mktemp("tiny")
@@ -110,7 +103,7 @@ def serve(engine: Any) -> list[dict[str, Any]]:
         )
     )
     engine.abort_request("s1")
-    return results + [list(stream)[-1] for stream in streams if stream is not None]
+    return results + [list(stream)[-1] for stream in streams]
 
 
 def serve_more_than_fits(engine: Any) -> list[dict[str, Any]]:
@@ -153,6 +146,7 @@ def run(
     if "speculative_algorithm" in args:
         args["speculative_draft_model_path"] = draft
     with (
+        one_thread(),
         counted_copies() as copies,
         TransferLedger(allow=MEANT) as ledger,
         watched_engine(
@@ -193,7 +187,6 @@ def test_a_transfer_that_blocks_would_be_noticed(
     paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test itself: put a construction back that blocks."""
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     def cumulate(self: ScheduleBatch) -> None:
         tokens = [req.output_ids[-1] for req in self.reqs if req.output_ids] or [0]
