@@ -9,6 +9,8 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# What the tests marked `upstream` look at.
+UPSTREAM_RELEASES ?= 0.5.9 0.5.10rc0 0.5.13.post1 0.5.14 0.5.23
 # Options for pytest, for example: make test ARGS="test/srt/managers -k merge"
 ARGS ?=
 
@@ -65,8 +67,8 @@ prove-fixes: env model ## Show that each fix's tests fail before it and pass wit
 	$(PY) scripts/prove_fixes.py $(ARGS)
 
 .PHONY: upstream
-upstream: env ## Get the releases of SGLang that tests look at, and an environment for them
-	$(PY) scripts/upstream/prepare.py $(ARGS)
+upstream: env ## Get the releases of SGLang that tests look at, and environments for them
+	$(PY) scripts/upstream fetch --environment $(UPSTREAM_RELEASES)
 
 .PHONY: speed
 speed: env model ## Compare decoding with Hugging Face, the loops, and host work, in one run

@@ -17,9 +17,9 @@ eagle     EAGLE chain and tree beside plain decoding: accepted length, draft and
           draft head is a fixture with real acceptance, and not a claim of speed
 ========  =====================================================================================
 
-For ``host``, SGLang 0.5.10 is measured beside where it lies in ``.cache/upstream/0.5.10`` and an
-interpreter has what it needs: this one, or the one that ``UPSTREAM_PYTHON`` names. Else the figures
-measured earlier on such a machine are printed, as such, and held against nothing.
+For ``host``, SGLang 0.5.10 is measured beside where ``python scripts/upstream fetch --environment
+0.5.10`` has put it (``UPSTREAM_PYTHON`` may name another interpreter). Else the figures measured
+earlier on such a machine are printed, as such, and held against nothing.
 
 Examples
 --------
@@ -59,7 +59,7 @@ HOST_BATCH_SIZES: Final = (1, 8, 64, 256)
 # Microseconds a step of real SGLang 0.5.10, measured on a two-core machine of this kind.
 HOST_REFERENCE_US: Final = {1: 31.0, 8: 31.0, 64: 44.0, 256: 91.0}
 PACKAGE: Final = str(REPO_ROOT / "python")
-UPSTREAM: Final = REPO_ROOT / ".cache" / "upstream" / "0.5.10"
+UPSTREAM: Final = REPO_ROOT / ".cache" / "upstream" / "0.5.10" / "python"
 SECTIONS: Final = ("hf", "overlap", "host", "eagle")
 
 Row = dict[str, Any]
@@ -326,7 +326,8 @@ def _is_met(ratio: float, error: float, target: float) -> bool | None:
 @contextlib.contextmanager
 def upstream_worker(threads: int, section: Section) -> Iterator[Remote | None]:
     """A process with real SGLang, or None with a note in `section` that says why not."""
-    python = os.environ.get("UPSTREAM_PYTHON", sys.executable)
+    made = REPO_ROOT / ".cache" / "upstream" / "venv-transformers4" / "bin" / "python"
+    python = os.environ.get("UPSTREAM_PYTHON", str(made if made.exists() else sys.executable))
     reason = f"it is not at {UPSTREAM.relative_to(REPO_ROOT)}"
     with contextlib.ExitStack() as stack:
         worker = None

@@ -161,7 +161,7 @@ def test_this_project_has_one_mark() -> None:
 def test_the_report_judges_every_mark(version: str) -> None:
     tree = REPO_ROOT / ".cache" / "upstream" / version
     if not tree.is_dir():
-        pytest.skip(f"needs .cache/upstream/{version}: scripts/upstream/prepare.py {version}")
+        pytest.skip(f"needs .cache/upstream/{version}: python scripts/upstream fetch {version}")
     report = (REPO_ROOT / "docs" / "upstream-audit.md").read_text()
     section = report.split(f"### {version}\n")[1].split("\n#")[0]
     row = re.compile(r"^\| `([\w.]+)` \| (.) \| (\S+?):?(?: cost)? \| (.+) \|$", re.MULTILINE)

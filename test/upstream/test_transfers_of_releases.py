@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prepare import ENVIRONMENT, UPSTREAM
+
+from upstream import releases
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark"
 
@@ -23,10 +24,10 @@ pytestmark = pytest.mark.upstream
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     version = request.param
-    tree, python = UPSTREAM / version, UPSTREAM / ENVIRONMENT / "bin" / "python"
-    for what in (tree / "sglang", python.parent.parent / ".stamp"):
-        if not what.exists():
-            pytest.skip(f"needs {what.relative_to(UPSTREAM.parents[1])}: make upstream")
+    python = releases.interpreter(version)
+    if python is None or not releases.is_there(version):
+        pytest.skip(f"needs SGLang {version} and its environment: make upstream")
+    tree = releases.UPSTREAM / version / "python"
     done = subprocess.run(
         [str(python), "-m", "lab.upstream_transfers"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(BENCHMARK)])},
