@@ -70,6 +70,10 @@ prove-fixes: env model ## Show that each fix's tests fail before it and pass wit
 upstream: env ## Get the releases of SGLang that tests look at, and environments for them
 	$(PY) scripts/upstream fetch --environment $(UPSTREAM_RELEASES)
 
+.PHONY: prove-upstream
+prove-upstream: env model ## Take the fixes to releases of SGLang, prove them there, write docs/upstream-matrix.md
+	$(PY) scripts/upstream matrix --engine $(or $(ARGS),--write docs/upstream-matrix.md)
+
 .PHONY: speed
 speed: env model ## Compare decoding with Hugging Face, the loops, and host work, in one run
 	$(PY) benchmark/speed.py $(ARGS)

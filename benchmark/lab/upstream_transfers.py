@@ -8,12 +8,10 @@ enters KV slots into the request pool is left out: it is compiled, and no copy.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -30,16 +28,9 @@ SPECULATION = DRAFT_SHAPES["chain"] | {
 SIZE = 4
 
 
-@contextlib.contextmanager
-def a_gpu() -> Iterator[None]:
-    """Upstream asks whether CUDA is there before it pins memory."""
-    with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        yield
-
-
 def watched(act: Callable[[], Any]) -> dict[str, Any]:
     """What the fake device's ledger sees of `act`."""
-    with TransferLedger(fake_device.NAME) as ledger, a_gpu():
+    with TransferLedger(fake_device.NAME) as ledger, upstream.a_gpu():
         act()
     return ledger.as_dict()
 
@@ -63,7 +54,7 @@ def bias() -> dict[str, Any]:
 def decode() -> dict[str, Any]:
     """A decode step's preparation."""
     batch = _batch()
-    batch.output_ids = torch.zeros(SIZE, dtype=torch.int64, device=batch.device)
+    upstream.sampled(batch)
     return watched(batch.prepare_for_decode)
 
 
@@ -76,12 +67,10 @@ def apply() -> dict[str, Any]:
 
 def spec_decode() -> dict[str, Any]:
     """A speculative decode step's preparation."""
-    from sglang.srt.speculative import spec_utils
-    from sglang.srt.speculative.eagle_info import EagleDraftInput
-
     batch = _batch(**SPECULATION)
-    batch.spec_info = object.__new__(EagleDraftInput)
-    with mock.patch.object(spec_utils, "assign_req_to_token_pool_func", lambda *args: None):
+    with fake_device.FakeDeviceMode():
+        upstream.begin_speculation(batch, SPECULATION["speculative_num_draft_tokens"])
+    with upstream.slot_writer(lambda *args: None):
         return watched(batch.prepare_for_decode)
 
 
@@ -94,7 +83,7 @@ def main() -> None:
     """Print everything as JSON."""
     upstream.stub_what_is_absent()
     try:
-        from sglang.srt.mem_cache import cache_init_params  # noqa: F401
+        upstream.import_release()
     except ImportError as error:
         sys.exit(
             f"upstream_transfers: error: {error}. This wants a release of SGLang on the path, and an "

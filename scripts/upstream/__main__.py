@@ -11,6 +11,12 @@ if not __package__:
         *(entry for entry in sys.path if Path(entry).resolve() != here),
     ]
 
-from upstream.cli import main
+try:
+    from upstream.cli import main
+except ModuleNotFoundError as error:
+    if error.name not in ("libcst", "rich"):
+        raise
+    hint = "pip install libcst rich, or take the .venv that `make env` makes"
+    sys.exit(f"upstream: error: there is no module {error.name}: {hint}")
 
 sys.exit(main())

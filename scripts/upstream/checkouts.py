@@ -216,20 +216,6 @@ def publish(repository: Path, branch: str, commit: str) -> None:
         git(repository, "branch", "--no-track", "--force", branch, commit)
 
 
-@contextlib.contextmanager
-def repository_like(tree: Tree) -> Iterator[Tree]:
-    """The tree if git tracks it, or else a temporary repository with a copy of its package."""
-    if tree.repository is not None:
-        yield tree
-        return
-    with tempfile.TemporaryDirectory(prefix="decode-path-") as folder:
-        root = Path(folder).resolve()
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(tree.package, root / "python" / "sglang", ignore=ignored)
-        commit_all(root, "A copy")
-        yield find_tree(root)
-
-
 def commit_all(root: Path, message: str, environment: Mapping[str, str] | None = None) -> None:
     """Make a directory a repository of one commit that has everything in it."""
     git(root, "init", "--quiet", "--initial-branch=main")

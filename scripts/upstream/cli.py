@@ -14,8 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from upstream import pick, port, releases
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from upstream import engine_proof, matrix, pick, port, prove, releases
 from upstream.checkouts import CheckoutError, find_tree
+from upstream.engine_proof import ProofError
+from upstream.prove import ProveError, Proven
 from upstream.releases import ReleaseError
 from upstream.shapes import ShapeError
 from upstream.status import FIXES, Status, status
@@ -45,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return args.verb(args)
-    except (CheckoutError, ReleaseError, ShapeError) as error:
+    except (CheckoutError, ReleaseError, ShapeError, ProofError, ProveError) as error:
         if args.json:
             print(json.dumps({"error": str(error)}, indent=2))
         print(f"upstream {args.name}: error: {error}", file=sys.stderr)
@@ -68,6 +75,8 @@ def parser() -> argparse.ArgumentParser:
     _add_status(verbs)
     _add_pick(verbs)
     _add_port(verbs)
+    _add_prove(verbs)
+    _add_matrix(verbs)
     return top
 
 
@@ -147,18 +156,26 @@ def _fetch(args: argparse.Namespace) -> int:
         _say("upstream fetch: which VERSION? For example 0.5.14")
         return 2
     done: dict[str, Any] = {}
+    missing: list[str] = []
     for count, version in enumerate(args.versions, 1):
 
         def say(line: str, count: int = count) -> None:
             _say(f"[{count}/{len(args.versions)}] {line}")
 
-        tree = releases.release(version, say=say)
-        done[version] = {"tree": str(tree)}
-        if args.environment:
-            done[version]["python"] = str(releases.environment(version, say=say))
+        # Without a network, all that is missing is told at once.
+        try:
+            done[version] = {"tree": str(releases.release(version, say=say))}
+            if args.environment:
+                done[version]["python"] = str(releases.environment(version, say=say))
+        except ReleaseError as error:
+            missing.append(version)
+            done[version] = {"error": str(error)}
+            say(f"error: {error}")
     if args.json:
         _print_json(done)
-    return OK
+    if missing:
+        _say(f"upstream fetch: error: not to be had: {', '.join(missing)}")
+    return FAILED if missing else OK
 
 
 # --- status -------------------------------------------------------------------------------------
@@ -232,12 +249,17 @@ def _pick(args: argparse.Namespace) -> int:
         branch = None if args.dry_run else args.branch
         _print_json({"branch": branch, "fixes": [one.as_dict() for one in done]})
     else:
+        changed = not (args.dry_run or pick.conflicts(done))
         for one in done:
-            what = f" as {one.commit[:10]}" if one.commit else ""
-            where = f" in {', '.join(one.conflicts)}" if one.conflicts else ""
-            print(f"#{one.pr} ({one.source[:10]}): {one.outcome}{what}{where}")
+            print(f"#{one.pr} ({one.source[:10]}): {_picked_line(one, changed)}")
         print(_after_picking(done, args))
     return CONFLICT if pick.conflicts(done) else OK
+
+
+def _picked_line(one: pick.Picked, changed: bool) -> str:
+    if one.outcome == pick.CLEAN:
+        return f"picked as {one.commit[:10]}" if changed else "fits"
+    return one.outcome + (f" in {', '.join(one.conflicts)}" if one.conflicts else "")
 
 
 def _after_picking(done: Sequence[pick.Picked], args: argparse.Namespace) -> str:
@@ -315,3 +337,97 @@ def _port_diff(tree: Any, args: argparse.Namespace) -> int:
     for one in done:
         _say(_ported_line(one) + "".join(f"\n    {shape}" for shape in one.shapes))
     return UNKNOWN_SHAPE if port.unknown(done) else OK
+
+
+# --- prove --------------------------------------------------------------------------------------
+
+
+def _add_engine(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--engine",
+        nargs="?",
+        const="all",
+        choices=("all", *prove.ENGINE),
+        help="with the whole Engine and a real model, too, which takes minutes: merge is the situation "
+        "of #21840 from end to end, texts compares texts with this project's engine",
+    )
+
+
+def _engine(args: argparse.Namespace) -> Sequence[str]:
+    scenarios = {None: (), "all": prove.ENGINE}.get(args.engine, (args.engine,))
+    if scenarios and not engine_proof.MODEL.is_dir():
+        raise ProveError(f"there is no model in {engine_proof.MODEL}: make model")
+    return scenarios
+
+
+def _add_prove(verbs: Any) -> None:
+    text = (
+        "Run real code of a tree before and after the fixes, and print what came of it.\n"
+        "The tree is not changed: what has the fixes is a copy. No GPU is needed. An environment for it "
+        "is made in\n.cache/upstream if there is none (1.4 GB; fetch --remove removes it)."
+    )
+    examples = "~/sglang\n--engine merge .cache/upstream/0.5.10rc0"
+    sub = _add(verbs, "prove", _prove, text, examples)
+    _add_tree(sub)
+    _add_engine(sub)
+    sub.add_argument(
+        "--python", type=Path, help="an interpreter of yours that has what the tree imports"
+    )
+
+
+def _prove(args: argparse.Namespace) -> int:
+    tree = find_tree(args.tree)
+    engine = _engine(args)
+    python = prove.interpreter_for(tree, args.python, _say)
+    proven = prove.prove(tree, python, engine=engine, say=_say)
+    if args.json:
+        _print_json(proven.as_dict())
+    else:
+        _print_proven(proven)
+    return OK if proven.holds else NOT_PROVEN
+
+
+def _print_proven(proven: Proven) -> None:
+    for before, after in zip(proven.before, proven.after, strict=True):
+        how = proven.how[before.pr]
+        print(f"#{before.pr}: {before.verdict}; {how}; then {after.verdict}")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("scenario", "before", "after", "holds"):
+        table.add_column(column, overflow="fold")
+    for proof in proven.proofs:
+        cells = (proof.scenario, proof.before, proof.after, "yes" if proof.holds else "NO")
+        table.add_row(*(escape(cell) for cell in cells))
+    # A pipe or a file has no width of its own.
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    for proof in proven.proofs:
+        for line in (*proof.quote.splitlines(), *(f"WRONG: {what}" for what in proof.wrong)):
+            print(f"{proof.scenario}: {line}")
+
+
+# --- matrix -------------------------------------------------------------------------------------
+
+
+def _add_matrix(verbs: Any) -> None:
+    text = (
+        "Verdict, cherry-pick, port and proof of both fixes on many releases.\n"
+        "Without VERSION it is all that expected.json has. What is not as it says there is a failure."
+    )
+    examples = "--engine --write docs/upstream-matrix.md\n0.5.10rc0 0.5.14"
+    sub = _add(verbs, "matrix", _matrix, text, examples)
+    sub.add_argument("versions", nargs="*", metavar="VERSION")
+    _add_engine(sub)
+    sub.add_argument("--write", type=Path, metavar="FILE", help="write a page of it")
+
+
+def _matrix(args: argparse.Namespace) -> int:
+    rows = matrix.run(args.versions or list(matrix.expected()), _engine(args), _say)
+    if args.write:
+        args.write.write_text(matrix.page(rows))
+    if args.json:
+        _print_json(matrix.as_json(rows))
+    for row in rows:
+        for line in row.differences:
+            _say(f"{row.version}: {line}")
+    bad = sum(bool(row.differences) for row in rows)
+    _say(f"{len(rows) - bad} of {len(rows)} releases are as expected")
+    return NOT_PROVEN if bad else OK

@@ -96,13 +96,8 @@ def pick(
             "python/sglang: take `port` instead"
         )
     start = start_of(repository, branch)
-    commits = {pr: fix_commit(pr) for pr in prs}
-    # Objects alone, no names. All of history: a part of it would make the user's clone a shallow one.
-    git(
-        repository, "fetch", "--quiet", "--no-tags", "--no-write-fetch-head", str(REPO_ROOT), "HEAD"
-    )
     with scratch(repository, start) as place:
-        done = _pick_all(Tree(place / tree.prefix, place), commits)
+        done = apply(Tree(place / tree.prefix, place), prs)
         if not dry_run and not conflicts(done) and any(picked.commit for picked in done):
             publish(repository, branch, git(place, "rev-parse", "HEAD"))
     return done
@@ -113,7 +108,19 @@ def conflicts(done: Sequence[Picked]) -> bool:
     return any(picked.outcome == CONFLICT for picked in done)
 
 
-def _pick_all(tree: Tree, commits: dict[int, str]) -> list[Picked]:
+def apply(tree: Tree, prs: Sequence[int]) -> list[Picked]:
+    """Cherry-pick the fixes in order onto what is checked out in a tree; stops at a conflict.
+
+    Raises
+    ------
+    CheckoutError
+        If git fails in another way.
+    """
+    assert tree.repository is not None
+    commits = {pr: fix_commit(pr) for pr in prs}
+    # Objects alone, no names. All of history: a part of it would make the user's clone a shallow one.
+    fetch = ("fetch", "--quiet", "--no-tags", "--no-write-fetch-head")
+    git(tree.repository, *fetch, str(REPO_ROOT), "HEAD")
     done: list[Picked] = []
     for pr, commit in commits.items():
         if conflicts(done):
@@ -122,7 +129,6 @@ def _pick_all(tree: Tree, commits: dict[int, str]) -> list[Picked]:
             # Git would say "now empty" at best, and a conflict where the lines around have changed.
             done.append(Picked(pr, FIXED, commit))
         else:
-            assert tree.repository is not None
             done.append(_pick_one(tree.repository, pr, commit))
     return done
 

@@ -20,7 +20,7 @@ import libcst as cst
 
 from upstream import shapes
 from upstream.checkouts import NO_HOOKS, Tree, git, publish, repository_of, scratch, start_of
-from upstream.shapes import FLAG, HELPER, SCHEDULE_BATCH, Site, Source
+from upstream.shapes import FLAG, HELPER, SCHEDULE_BATCH, ShapeError, Site, Source
 from upstream.status import FIXES, Status, all_sites, copy_status, merge_status
 
 BRANCH: Final = "decode-path-fixes"
@@ -60,8 +60,8 @@ class Ported:
         ``"ported"``, ``"already fixed"``, ``"not affected"`` or ``"unknown shape"``.
     shapes : list of str
         What was met, each with its place.
-    files : dict of str to str
-        New text by file, from ``sglang`` on.
+    files : dict of str to bytes
+        New content by file, from ``sglang`` on.
     commit : str
         The commit on the branch.
     """
@@ -69,7 +69,7 @@ class Ported:
     pr: int
     outcome: str
     shapes: list[str] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
     commit: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,7 +86,9 @@ class Ported:
 # --- Trees --------------------------------------------------------------------------------------
 
 
-def port(tree: Tree, prs: Sequence[int] = tuple(FIXES), branch: str = BRANCH) -> list[Ported]:
+def port(
+    tree: Tree, prs: Sequence[int] = tuple(FIXES), branch: str = BRANCH, dry_run: bool = False
+) -> list[Ported]:
     """Commit the fixes to a branch of the tree's repository, one commit each.
 
     What is checked out stays as it is, unless it is that branch. Where one fix meets an unknown shape
@@ -104,7 +106,7 @@ def port(tree: Tree, prs: Sequence[int] = tuple(FIXES), branch: str = BRANCH) ->
     with scratch(repository, start) as place:
         there = Tree(place / tree.prefix, place)
         done = [_port_and_commit(there, pr) for pr in prs]
-        if any(ported.commit for ported in done) and not unknown(done):
+        if not dry_run and any(ported.commit for ported in done) and not unknown(done):
             publish(repository, branch, git(place, "rev-parse", "HEAD"))
     return done
 
@@ -118,6 +120,9 @@ def _port_and_commit(tree: Tree, pr: int) -> Ported:
     ported = change(tree, pr)
     if ported.outcome == "ported":
         write(tree, ported)
+        after = {21840: merge_status, 28500: copy_status}[pr](tree)
+        if after.verdict != "fixed":
+            raise ShapeError(f"#{pr} was ported, and is {after.verdict} still: {after.reason}")
         assert tree.repository is not None
         git(tree.repository, "add", "--", *(f"{tree.prefix}/{name}" for name in ported.files))
         git(tree.repository, *NO_HOOKS, "commit", "--quiet", "--message", message(ported))
@@ -127,8 +132,8 @@ def _port_and_commit(tree: Tree, pr: int) -> Ported:
 
 def write(tree: Tree, ported: Ported) -> None:
     """Write the changed files."""
-    for name, text in ported.files.items():
-        (tree.package / name).write_bytes(text.encode())
+    for name, content in ported.files.items():
+        (tree.package / name).write_bytes(content)
 
 
 def message(ported: Ported) -> str:
@@ -167,9 +172,16 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _diff(before: Tree, after: Tree, name: str) -> str:
-    texts = [(tree.package / name).read_bytes().decode() for tree in (before, after)]
-    old, new = (text.splitlines(keepends=True) for text in texts)
-    return "".join(difflib.unified_diff(old, new, f"a/sglang/{name}", f"b/sglang/{name}"))
+    old, new = (
+        (tree.package / name)
+        .read_bytes()
+        .decode(errors="surrogateescape")
+        .splitlines(keepends=True)
+        for tree in (before, after)
+    )
+    lines = difflib.unified_diff(old, new, f"a/sglang/{name}", f"b/sglang/{name}")
+    missing = "\n\\ No newline at end of file\n"
+    return "".join(line if line.endswith("\n") else line + missing for line in lines)
 
 
 def change(tree: Tree, pr: int) -> Ported:
@@ -192,8 +204,8 @@ def change(tree: Tree, pr: int) -> Ported:
         return Ported(pr, "unknown shape", [before.reason])
     try:
         ported = rewrite(tree)
-        for name, text in ported.files.items():
-            compile(text, name, "exec")
+        for name, content in ported.files.items():
+            compile(content, name, "exec")
     except _UnknownShapeError as error:
         return Ported(pr, "unknown shape", [str(error)])
     return ported
@@ -216,7 +228,7 @@ def _change_merge(tree: Tree) -> Ported:
     module, anchor = shape.source.module, shape.anchor
     module = _replaced(module, {anchor: [anchor, _statement(module, line)]})
     what = f"{shape.source.place(anchor)}: behind the flags, which are merged as {shape.form}"
-    return Ported(21840, "ported", [what], {SCHEDULE_BATCH: module.code})
+    return Ported(21840, "ported", [what], {SCHEDULE_BATCH: module.bytes})
 
 
 # --- #28500 -------------------------------------------------------------------------------------
@@ -225,6 +237,8 @@ def _change_merge(tree: Tree) -> Ported:
 def _change_copies(tree: Tree) -> Ported:
     sites, _ = all_sites(tree)
     slow = [site for site in sites if site.kind in ("blocking", "pageable")]
+    for site in slow:
+        _must_be_replaceable(site)
     ported = Ported(28500, "ported", [_describe(site) for site in slow])
     # One parse of each file that sites share: nodes are told apart by identity.
     sources = {site.source.name: site.source for site in slow}
@@ -241,8 +255,17 @@ def _change_copies(tree: Tree) -> Ported:
             module = _with_helper(tree, source, module, mine)
         module = _without_unused_torch(source, module)
         if module.code != source.module.code:
-            ported.files[name] = module.code
+            ported.files[name] = module.bytes
     return ported
+
+
+def _must_be_replaceable(site: Site) -> None:
+    if site.owner == "self" and not site.function.startswith("ScheduleBatch."):
+        raise _UnknownShapeError(
+            f"{site.place} {site.function} feeds tokens, and is no ScheduleBatch"
+        )
+    if name := site.needed_elsewhere():
+        raise _UnknownShapeError(f"{site.place} {site.function} needs {name} besides")
 
 
 def _describe(site: Site) -> str:
@@ -256,12 +279,13 @@ def _instead(tree: Tree, site: Site) -> list[Any]:
         new = _parse(module, _body(tree))
     else:
         new = [_statement(module, f"{site.owner}.{HELPER}()")]
-    first = cst.ensure_type(site.statements[0], cst.SimpleStatementLine)
     # What the tree says of the tokens stays there. That they are slow is not true any more.
     said = [
         line
-        for line in first.leading_lines
-        if "TODO: this can be slow" not in module.code_for_node(line)
+        for statement in site.statements
+        for line in cst.ensure_type(statement, cst.SimpleStatementLine).leading_lines
+        if (line.comment or statement is site.statements[0])
+        and "TODO: this can be slow" not in module.code_for_node(line)
     ]
     return [new[0].with_changes(leading_lines=said), *new[1:]]
 

@@ -6,8 +6,8 @@ Everything lies in ``.cache/upstream`` and none of it is ever committed:
   has, at the paths of upstream's own repository (``python/sglang``), so that patches apply.
 - ``dl/`` holds the wheels. Their SHA-256 must be those of ``checksums.json`` beside this file; of wheels
   that are not listed there, what they were when they first came (``.cache/upstream/checksums.json``).
-- ``venv-transformers4`` and ``venv-transformers5`` are environments for releases up to 0.5.12.post1, and
-  from 0.5.13 on.
+- ``venv-transformers4`` and ``venv-transformers5`` are environments for older and newer releases, see
+  `environment_name`.
 
 What is there is used as it is.
 """
@@ -33,8 +33,9 @@ UPSTREAM: Final = REPO_ROOT / ".cache" / "upstream"
 PINNED: Final = Path(__file__).with_name("checksums.json")
 
 _VERSION: Final = re.compile(r"(\d+(?:\.\d+)*)(?:(rc|a|b|\.post|\.dev)(\d+))?")
-# From here on SGLang wants version 5 of transformers.
+# From here on SGLang wants version 5 of transformers. So does a candidate before, and nothing between.
 _TRANSFORMERS_5: Final = (0, 5, 13)
+_TRANSFORMERS_5_TOO: Final = ("0.5.10rc0",)
 _DATE: Final = "2000-01-01T00:00:00Z"
 
 Say = Callable[[str], None]
@@ -160,7 +161,8 @@ def numbers(version: str) -> tuple[int, ...] | None:
 def environment_name(version: str) -> str:
     """Which environment a release runs in; one without a known version in the newer one."""
     known = numbers(version)
-    return "venv-transformers4" if known and known < _TRANSFORMERS_5 else "venv-transformers5"
+    old = known is not None and known < _TRANSFORMERS_5 and version not in _TRANSFORMERS_5_TOO
+    return "venv-transformers4" if old else "venv-transformers5"
 
 
 def requirements(name: str) -> Sequence[Path]:

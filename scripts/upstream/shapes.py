@@ -271,8 +271,8 @@ class Site:
         Where the tokens come from, see the module.
     owner : str
         The batch: ``self`` or ``batch``.
-    block : IndentedBlock
-        What the statements stand in.
+    definition : FunctionDef
+        That function.
     statements : sequence
         Those that make the tokens, and the call.
     branch : str
@@ -283,7 +283,7 @@ class Site:
     function: str
     kind: Kind
     owner: str
-    block: cst.IndentedBlock
+    definition: cst.FunctionDef
     statements: Statements
     branch: str = ""
 
@@ -296,6 +296,16 @@ class Site:
     def is_helper(self) -> bool:
         """Whether it is in the one method that everything else should call."""
         return self.function == f"ScheduleBatch.{HELPER}"
+
+    def needed_elsewhere(self) -> str:
+        """A name that its statements make and the function needs besides; empty if there is none."""
+        for statement in self.statements[:-1]:
+            for target in walk(statement, cst.AssignTarget):
+                name = self.source.code(target.target)
+                inside = sum(_uses(one, name) for one in self.statements)
+                if _uses(self.definition, name) > inside:
+                    return name
+        return ""
 
 
 def token_sites(source: Source) -> list[Site]:
@@ -312,6 +322,7 @@ class _Sites(cst.CSTVisitor):
     source: Source
     sites: list[Site] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
+    _definitions: list[cst.FunctionDef] = field(default_factory=list)
     _branches: list[str] = field(default_factory=list)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
@@ -322,9 +333,11 @@ class _Sites(cst.CSTVisitor):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self._names.append(node.name.value)
+        self._definitions.append(node)
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
         self._names.pop()
+        self._definitions.pop()
 
     def visit_If(self, node: cst.If) -> None:
         self._branches.append(self.source.code(node.test))
@@ -335,7 +348,7 @@ class _Sites(cst.CSTVisitor):
     def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
         for at, line in enumerate(node.body):
             call = _feeding_call(line)
-            if call is None:
+            if call is None or not self._definitions:
                 continue
             owner = self.source.code(call.func).partition(".sampling_info")[0]
             kind, first = _kind(self.source, node.body, at, call, owner)
@@ -345,7 +358,7 @@ class _Sites(cst.CSTVisitor):
                 ".".join(self._names),
                 kind,
                 owner,
-                node,
+                self._definitions[-1],
                 node.body[first : at + 1],
                 overlap[-1].rpartition(".")[2] if overlap else "",
             )
@@ -458,6 +471,10 @@ def _is_last_tokens(node: ast.expr, owner: str) -> bool:
 def helper_calls(source: Source) -> list[str]:
     """Places that call the helper."""
     return [place for place, _ in calls_of(source, HELPER)]
+
+
+def _uses(root: cst.CSTNode, name: str) -> int:
+    return sum(node.value == name for node in walk(root, cst.Name))
 
 
 def walk(root: cst.CSTNode, kind: type[Node]) -> Iterator[Node]:

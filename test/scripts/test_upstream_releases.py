@@ -117,7 +117,8 @@ def test_what_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("version", "name"),
     [
         ("0.5.3.post3", "venv-transformers4"),
-        ("0.5.10rc0", "venv-transformers4"),
+        ("0.5.10rc0", "venv-transformers5"),
+        ("0.5.10", "venv-transformers4"),
         ("0.5.12.post1", "venv-transformers4"),
         ("0.5.13", "venv-transformers5"),
         ("0.6", "venv-transformers5"),
@@ -164,7 +165,12 @@ def test_the_command(
     assert json.loads(said.out) == {"0.5.14": {"tree": str(tmp_path / "0.5.14")}}
     assert said.err == "[1/1] SGLang 0.5.14 is unpacked\n"
     assert cli.main(["fetch", "nonsense"]) == 1
-    assert "fetch: error: 'nonsense' is no version" in capsys.readouterr().err
+    assert "error: 'nonsense' is no version" in capsys.readouterr().err
+    # What can be had comes, and what cannot is told at the end.
+    assert cli.main(["fetch", "--json", "no", "0.5.14", "neither"]) == 1
+    said = capsys.readouterr()
+    assert "not to be had: no, neither" in said.err
+    assert [list(one) for one in json.loads(said.out).values()] == [["error"], ["tree"], ["error"]]
     assert cli.main(["fetch"]) == 2
     assert cli.main(["fetch", "--remove"]) == 0
     assert not tmp_path.exists()

@@ -338,6 +338,25 @@ UNKNOWN = {
 }
 
 
+PORT_ONLY = {
+    "a name that is needed later": (
+        "\n    def merge_batch",
+        "        self.latest = delayed_output_ids\n\n    def merge_batch",
+    ),
+    "another class": ("class ScheduleBatch:", "class ScheduleBatch:\n    x = 1\n\nclass Mixin:"),
+}
+
+
+@pytest.mark.parametrize("name", PORT_ONLY)
+def test_a_known_copy_that_cannot_be_replaced(name: str, tmp_path: Path) -> None:
+    old, new = PORT_ONLY[name]
+    text = schedule_batch("two branches").replace(old, new, 1)
+    tree = make_tree(tmp_path, text)
+    assert copy_status(tree).verdict == "affected"
+    done = change(tree, 28500)
+    assert done.outcome == "unknown shape" and "schedule_batch.py:" in done.shapes[0]
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_shape_is_told_with_its_place_and_left(name: str, tmp_path: Path) -> None:
     text = schedule_batch("two branches")
@@ -459,6 +478,28 @@ def test_a_port_keeps_tabs_and_line_ends(tmp_path: Path) -> None:
     added = [line for line in after.split(b"\r\n") if b"cumulate_penalty" in line]
     assert len(added) == 2 and all(line.startswith(b"\t") for line in added)
     ast.parse(after)
+
+
+def test_a_port_keeps_the_encoding(tmp_path: Path) -> None:
+    tree = make_tree(tmp_path, "pass\n")
+    text = "# -*- coding: latin-1 -*-\n# \xe9t\xe9\n" + schedule_batch("flat", merge="or")
+    path = tree.package / shapes.SCHEDULE_BATCH
+    path.write_bytes(text.encode("latin-1"))
+    for pr in (21840, 28500):
+        assert apply(tree, pr).outcome == "ported"
+    assert b"# \xe9t\xe9\n" in path.read_bytes()
+
+
+def test_comments_inside_of_what_is_replaced_stay(tmp_path: Path) -> None:
+    text = schedule_batch("pageable").replace(
+        "            ids =", "            # One copy.\n            ids ="
+    )
+    tree = make_tree(tmp_path, text)
+    apply(tree, 28500)
+    lines = (tree.package / shapes.SCHEDULE_BATCH).read_text().split("\n")
+    assert lines[lines.index("            # One copy.") + 1].endswith(
+        "self.cumulate_penalty_output_tokens()"
+    )
 
 
 def test_an_import_that_nothing_needs_any_more_goes(tmp_path: Path) -> None:
