@@ -72,7 +72,11 @@ upstream: env ## Get the releases of SGLang that tests look at, and environments
 
 .PHONY: prove-upstream
 prove-upstream: env model ## Take the fixes to releases of SGLang, prove them there, write docs/upstream-matrix.md
-	$(PY) scripts/upstream matrix --engine $(or $(ARGS),--write docs/upstream-matrix.md)
+	$(PY) scripts/upstream matrix $(or $(ARGS),--engine --write docs/upstream-matrix.md)
+
+.PHONY: kernels
+kernels: env ## Compile the Triton kernels for sm_80, sm_90, sm_100 and gfx942; fail on any spill
+	$(PY) scripts/compile_kernels.py $(ARGS)
 
 .PHONY: speed
 speed: env model ## Compare decoding with Hugging Face, the loops, and host work, in one run

@@ -47,11 +47,12 @@ from pathlib import Path
 from typing import Any, Final
 
 REPO_ROOT: Final = Path(__file__).resolve().parents[1]
-sys.path.append(str(REPO_ROOT / "benchmark"))
+sys.path += [str(REPO_ROOT / "benchmark"), str(REPO_ROOT / "scripts")]
 
 from lab import models  # noqa: E402
 from lab.formats import significant  # noqa: E402
 from lab.remote import Remote, RemoteError  # noqa: E402
+from upstream import releases  # noqa: E402
 
 HF_TARGETS: Final = {1: 1.5, 8: 1.3, 32: 1.1}
 OVERLAP_TARGET: Final = 1.0
@@ -326,8 +327,8 @@ def _is_met(ratio: float, error: float, target: float) -> bool | None:
 @contextlib.contextmanager
 def upstream_worker(threads: int, section: Section) -> Iterator[Remote | None]:
     """A process with real SGLang, or None with a note in `section` that says why not."""
-    made = REPO_ROOT / ".cache" / "upstream" / "venv-transformers4" / "bin" / "python"
-    python = os.environ.get("UPSTREAM_PYTHON", str(made if made.exists() else sys.executable))
+    made = releases.interpreter("0.5.10") or sys.executable
+    python = os.environ.get("UPSTREAM_PYTHON", str(made))
     reason = f"it is not at {UPSTREAM.relative_to(REPO_ROOT)}"
     with contextlib.ExitStack() as stack:
         worker = None

@@ -261,7 +261,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             told = merge(engine, args.patience)
         else:
             told = texts(engine, **json.loads(args.prompts.read_text()))
-        text = json.dumps(told | {"start_s": start_s}, indent=1) + "\n"
+        import sglang
+
+        told |= {"package": sglang.__file__, "start_s": start_s}
+        text = json.dumps(told, indent=1) + "\n"
         # Before the shutdown, which may end this process too.
         if args.out is not None:
             args.out.write_text(text)

@@ -28,7 +28,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -482,18 +481,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Releases may have things to say while they are imported.
         with contextlib.redirect_stdout(sys.stderr), torch.inference_mode(False), torch.no_grad():
             upstream.stub_what_is_absent()
-            upstream.import_release()
             # Functions that a release compiles do the same as they are, sooner.
             torch.compiler.set_stance("force_eager")
+            import sglang
+
             found = {name: act() for name, act in SCENARIOS.items() if only in (None, name)}
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+    except ImportError as error:
+        traceback.print_exc()
         sys.exit(
-            f"upstream_proofs: error: {text} ({Path(frame.filename).name}:{frame.lineno}). This wants "
-            "a release of SGLang on the path, and an interpreter that has what it imports"
+            f"upstream_proofs: error: {error}. This wants a release of SGLang on the path, and an "
+            "interpreter that has what it imports"
         )
-    print(json.dumps(found, indent=2))
+    print(json.dumps({"package": sglang.__file__, **found}, indent=2))
 
 
 if __name__ == "__main__":

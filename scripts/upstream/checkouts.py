@@ -16,6 +16,7 @@ from typing import Final
 # Where a directory that people name may have the package.
 _PLACES: Final = (".", "python/sglang", "sglang", "..")
 _MARK: Final = Path("srt/managers/schedule_batch.py")
+_VERSION: Final = re.compile(r"""^(?:__version__|version)\b.*?=\s*['"]([^'"]+)['"]""", re.MULTILINE)
 
 
 class CheckoutError(RuntimeError):
@@ -57,9 +58,6 @@ class Tree:
         return None
 
 
-_VERSION: Final = re.compile(r"""^(?:__version__|version)\b.*?=\s*['"]([^'"]+)['"]""", re.MULTILINE)
-
-
 def find_tree(directory: Path) -> Tree:
     """The package in a release, in the root or ``python`` of a checkout, or installed.
 
@@ -82,12 +80,28 @@ def find_tree(directory: Path) -> Tree:
 
 def _tracked_by(package: Path) -> Path | None:
     # A virtual environment inside of a checkout lies in a repository that knows nothing of it.
-    if run_git(package, "ls-files", "--error-unmatch", str(_MARK)).returncode != 0:
+    asked = run_git(package, "ls-files", "--error-unmatch", str(_MARK))
+    if "dubious ownership" in asked.stderr:
+        raise CheckoutError(asked.stderr.strip())
+    if asked.returncode != 0:
         return None
     return Path(git(package, "rev-parse", "--show-toplevel")).resolve()
 
 
 # --- Git ----------------------------------------------------------------------------------------
+
+_REDIRECTIONS: Final = frozenset(
+    {"GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"}
+)
+# The user's hooks are made for the user's work, and a question for a passphrase would wait for ever.
+_QUIETLY: Final = ("-c", f"core.hooksPath={os.devnull}", "-c", "commit.gpgsign=false")
+_VARIABLES: Final = {
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_EDITOR": "true",
+    # What git says is read by this program.
+    "LC_ALL": "C",
+    "GIT_LFS_SKIP_SMUDGE": "1",
+}
 
 
 def git(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
@@ -108,14 +122,18 @@ def git(folder: Path, *arguments: str, environment: Mapping[str, str] | None = N
 def run_git(
     folder: Path, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run git in `folder`, whatever comes of it."""
+    """Run git in `folder`, whatever comes of it. No hook runs and nothing is signed.
+
+    Raises
+    ------
+    CheckoutError
+        If there is no git.
+    """
     # A caller that is itself a git hook must not redirect these calls to its own repository.
-    variables = {k: v for k, v in os.environ.items() if k not in _REDIRECTIONS}
-    # A question would wait for ever, and what git says is read by this program.
-    variables |= {"GIT_TERMINAL_PROMPT": "0", "GIT_EDITOR": "true", "LC_ALL": "C"}
+    variables = {k: v for k, v in os.environ.items() if k not in _REDIRECTIONS} | _VARIABLES
     try:
         return subprocess.run(
-            ["git", *arguments],
+            ["git", *_QUIETLY, *arguments],
             cwd=folder,
             env=variables | dict(environment or {}),
             stdin=subprocess.DEVNULL,
@@ -125,13 +143,6 @@ def run_git(
         )
     except FileNotFoundError as error:
         raise CheckoutError("git is not installed") from error
-
-
-_REDIRECTIONS: Final = frozenset(
-    {"GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"}
-)
-# The user's hooks are made for the user's checkout, and would run in a temporary one.
-NO_HOOKS: Final = ("-c", f"core.hooksPath={os.devnull}")
 
 
 def repository_of(tree: Tree) -> Path:
@@ -150,6 +161,11 @@ def repository_of(tree: Tree) -> Path:
         )
     if run_git(repository, "rev-parse", "--verify", "--quiet", "HEAD").returncode != 0:
         raise CheckoutError(f"{repository} has no commit yet")
+    if run_git(repository, "config", "--bool", "core.sparseCheckout").stdout.strip() == "true":
+        raise CheckoutError(
+            f"{repository} is a sparse checkout, and what is not there cannot be judged: "
+            "git sparse-checkout disable"
+        )
     where = Path(git(repository, "rev-parse", "--absolute-git-dir"))
     for name in ("CHERRY_PICK_HEAD", "MERGE_HEAD", "REVERT_HEAD", "rebase-merge", "rebase-apply"):
         if (where / name).exists():
@@ -166,54 +182,91 @@ def repository_of(tree: Tree) -> Path:
 
 @contextlib.contextmanager
 def scratch(repository: Path, commit: str) -> Iterator[Path]:
-    """A temporary working tree of a commit; what is checked out in the repository stays as it is."""
+    """A temporary repository with a commit of another one checked out.
+
+    It reads the other one's objects and has its own for what is new, so that nothing is left behind in
+    the other one, whatever happens.
+    """
+    # By a name, the other repository alone can find it.
+    commit = git(repository, "rev-parse", "--verify", f"{commit}^{{commit}}")
+    objects = git(repository, "rev-parse", "--path-format=absolute", "--git-path", "objects")
     with tempfile.TemporaryDirectory(prefix="decode-path-") as folder:
         place = Path(folder).resolve() / "tree"
-        git(repository, *NO_HOOKS, "worktree", "add", "--quiet", "--detach", str(place), commit)
-        try:
-            yield place
-        finally:
-            run_git(repository, "worktree", "remove", "--force", str(place))
-            shutil.rmtree(place, ignore_errors=True)
-            run_git(repository, "worktree", "prune")
+        place.mkdir()
+        git(place, "init", "--quiet")
+        (place / ".git" / "objects" / "info" / "alternates").write_text(f"{objects}\n")
+        shallow = Path(
+            git(repository, "rev-parse", "--path-format=absolute", "--git-path", "shallow")
+        )
+        if shallow.is_file():
+            shutil.copyfile(shallow, place / ".git" / "shallow")
+        for key in ("user.name", "user.email"):
+            if value := run_git(repository, "config", key).stdout.strip():
+                git(place, "config", key, value)
+        git(place, "config", "core.autocrlf", "false")
+        git(place, "checkout", "--quiet", "--detach", commit)
+        yield place
 
 
 def start_of(repository: Path, branch: str) -> str:
-    """The commit to go on from: the branch if it exists, HEAD if not.
+    """The commit to go on from: the branch if it is ahead of HEAD, or else HEAD.
 
     Raises
     ------
     CheckoutError
-        If the branch is not HEAD or ahead of it, or its name is none.
+        If branch and HEAD have gone different ways, or its name is none.
     """
-    if run_git(repository, "check-ref-format", "--branch", branch).returncode != 0:
+    # Not by --branch, which takes short forms for other branches.
+    is_name = run_git(repository, "check-ref-format", f"refs/heads/{branch}").returncode == 0
+    if not is_name or branch in ("@", "HEAD") or branch.startswith("-"):
         raise CheckoutError(f"{branch!r} is no name for a branch")
     head = git(repository, "rev-parse", "HEAD")
     found = run_git(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}")
     if found.returncode != 0:
         return head
     tip = found.stdout.strip()
-    if run_git(repository, "merge-base", "--is-ancestor", head, tip).returncode != 0:
-        raise CheckoutError(
-            f"the branch {branch} of {repository} exists and is not ahead of what is checked out: "
-            f"delete it (git branch -D {branch}), or name another one with --branch"
-        )
-    return tip
+    if _is_behind(repository, head, tip):
+        return tip
+    if _is_behind(repository, tip, head):
+        # It was merged, and history went on.
+        return head
+    raise CheckoutError(
+        f"the branch {branch} of {repository} and what is checked out have gone different ways: "
+        f"delete the branch (git branch -D {branch}), or name another one with --branch"
+    )
 
 
-def publish(repository: Path, branch: str, commit: str) -> None:
-    """Let a branch be at a commit that is ahead of it; if it is checked out, its files follow.
+def _is_behind(repository: Path, one: str, other: str) -> bool:
+    return run_git(repository, "merge-base", "--is-ancestor", one, other).returncode == 0
+
+
+def publish(place: Path, repository: Path, branch: str) -> None:
+    """Let a branch of a repository be what is checked out in `scratch`'s place, which is ahead of it.
+
+    If the branch is checked out in the repository, its files follow.
 
     Raises
     ------
     CheckoutError
         If git will not, for instance because the branch is checked out in another working tree.
     """
-    current = run_git(repository, "symbolic-ref", "--quiet", "--short", "HEAD").stdout.strip()
-    if current == branch:
-        git(repository, *NO_HOOKS, "merge", "--quiet", "--ff-only", commit)
+    commit = git(place, "rev-parse", "HEAD")
+    git(place, "update-ref", "refs/heads/result", commit)
+    fetch = ("fetch", "--quiet", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance")
+    if (
+        run_git(repository, "symbolic-ref", "--quiet", "HEAD").stdout.strip()
+        == f"refs/heads/{branch}"
+    ):
+        git(repository, *fetch, str(place), "refs/heads/result")
+        git(repository, "merge", "--quiet", "--ff-only", commit)
     else:
-        git(repository, "branch", "--no-track", "--force", branch, commit)
+        git(repository, *fetch, str(place), f"refs/heads/result:refs/heads/{branch}")
+
+
+def merge_name(repository: Path, branch: str) -> str:
+    """What to call a branch where a tag may have its name."""
+    tag = run_git(repository, "rev-parse", "--verify", "--quiet", f"refs/tags/{branch}")
+    return branch if tag.returncode != 0 else f"heads/{branch}"
 
 
 def commit_all(root: Path, message: str, environment: Mapping[str, str] | None = None) -> None:
@@ -222,11 +275,10 @@ def commit_all(root: Path, message: str, environment: Mapping[str, str] | None =
     for key, value in (
         ("user.name", "Decode path"),
         ("user.email", "nobody@example.invalid"),
-        ("commit.gpgsign", "false"),
         ("core.autocrlf", "false"),
         ("gc.auto", "0"),
     ):
         git(root, "config", key, value)
     # --force: the package may carry a .gitignore, or be what the user's own ignores.
     git(root, "add", "--all", "--force")
-    git(root, *NO_HOOKS, "commit", "--quiet", "--message", message, environment=environment)
+    git(root, "commit", "--quiet", "--message", message, environment=environment)

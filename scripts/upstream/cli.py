@@ -8,7 +8,12 @@ releases (matrix).
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
+import os
+import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +25,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from upstream import engine_proof, matrix, pick, port, prove, releases
-from upstream.checkouts import CheckoutError, find_tree
-from upstream.engine_proof import ProofError
+from upstream.checkouts import CheckoutError, find_tree, merge_name
+from upstream.engine_proof import EngineError
 from upstream.prove import ProveError, Proven
 from upstream.releases import ReleaseError
 from upstream.shapes import ShapeError
@@ -41,7 +46,7 @@ exit status:
   {FAILED}  it could not be done; the message says why
   2  wrong usage
   {UNKNOWN_SHAPE}  code of a shape that is not known: a person has to look
-  {AFFECTED}  status: the tree is affected by a fix's defect
+  {AFFECTED}  status: a defect is there and reached, whatever else is (latent alone is {OK})
   {CONFLICT}  pick: a commit conflicts, and nothing was changed
   {NOT_PROVEN}  prove, matrix: something is not as it has to be
 """
@@ -50,16 +55,31 @@ exit status:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; return the exit status."""
     args = parser().parse_args(argv)
+    # What is temporary is cleaned up by whoever catches this.
+    for name in (signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(name, _stop)
     try:
         return args.verb(args)
-    except (CheckoutError, ReleaseError, ShapeError, ProofError, ProveError) as error:
+    except BrokenPipeError:
+        # Who reads has enough. What is still to be written must not complain at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except _EXPECTED as error:
         if args.json:
             print(json.dumps({"error": str(error)}, indent=2))
         print(f"upstream {args.name}: error: {error}", file=sys.stderr)
-        return FAILED
+        return UNKNOWN_SHAPE if isinstance(error, ShapeError) else FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return FAILED
+
+
+_EXPECTED: Final = (CheckoutError, EngineError, OSError, ProveError, ReleaseError, ShapeError)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,6 +145,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _again(*arguments: object) -> str:
+    """A command line of this program, as it was called."""
+    return shlex.join([os.path.relpath(sys.executable), sys.argv[0], *map(str, arguments)])
+
+
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
@@ -141,17 +166,20 @@ def _add_fetch(verbs: Any) -> None:
     sub = _add(verbs, "fetch", _fetch, text, examples)
     sub.add_argument("versions", nargs="*", metavar="VERSION")
     sub.add_argument(
-        "--environment", action="store_true", help="an interpreter for each, too (1.4 GB for all)"
+        "--environment",
+        action="store_true",
+        help="an interpreter for each, too (1.4 GB for the older ones, and 1.4 GB for the newer ones)",
     )
     sub.add_argument(
-        "--remove", action="store_true", help="remove releases and environments, all of them"
+        "--remove", action="store_true", help="remove .cache/upstream: releases, environments, logs"
     )
+    sub.add_argument("--remove-environments", action="store_true", help="remove those alone")
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    if args.remove:
-        releases.remove()
-        _say("removed .cache/upstream")
+    if args.remove or args.remove_environments:
+        releases.remove(environments_only=not args.remove)
+        _say("removed")
     elif not args.versions:
         _say("upstream fetch: which VERSION? For example 0.5.14")
         return 2
@@ -167,7 +195,7 @@ def _fetch(args: argparse.Namespace) -> int:
             done[version] = {"tree": str(releases.release(version, say=say))}
             if args.environment:
                 done[version]["python"] = str(releases.environment(version, say=say))
-        except ReleaseError as error:
+        except (ReleaseError, CheckoutError, OSError) as error:
             missing.append(version)
             done[version] = {"error": str(error)}
             say(f"error: {error}")
@@ -207,9 +235,9 @@ def _status(args: argparse.Namespace) -> int:
         for one in found:
             _print_status(one)
     verdicts = {one.verdict for one in found}
-    if "unknown" in verdicts:
-        return UNKNOWN_SHAPE
-    return AFFECTED if "affected" in verdicts else OK
+    if "affected" in verdicts:
+        return AFFECTED
+    return UNKNOWN_SHAPE if "unknown" in verdicts else OK
 
 
 def _print_status(one: Status) -> None:
@@ -244,22 +272,18 @@ def _add_pick(verbs: Any) -> None:
 
 
 def _pick(args: argparse.Namespace) -> int:
-    done = pick.pick(find_tree(args.tree), _fixes(args), args.branch, args.dry_run)
+    done = pick.pick(find_tree(args.tree), _fixes(args), args.branch, dry_run=args.dry_run)
+    changed = any(one.commit for one in done)
     if args.json:
-        branch = None if args.dry_run else args.branch
+        branch = args.branch if changed else None
         _print_json({"branch": branch, "fixes": [one.as_dict() for one in done]})
     else:
-        changed = not (args.dry_run or pick.conflicts(done))
         for one in done:
-            print(f"#{one.pr} ({one.source[:10]}): {_picked_line(one, changed)}")
+            what = f" as {one.commit[:10]}" if one.commit else ""
+            where = f" in {', '.join(one.conflicts)}" if one.conflicts else ""
+            print(f"#{one.pr} ({one.source[:10]}): {one.outcome}{what}{where}")
         print(_after_picking(done, args))
     return CONFLICT if pick.conflicts(done) else OK
-
-
-def _picked_line(one: pick.Picked, changed: bool) -> str:
-    if one.outcome == pick.CLEAN:
-        return f"picked as {one.commit[:10]}" if changed else "fits"
-    return one.outcome + (f" in {', '.join(one.conflicts)}" if one.conflicts else "")
 
 
 def _after_picking(done: Sequence[pick.Picked], args: argparse.Namespace) -> str:
@@ -268,18 +292,23 @@ def _after_picking(done: Sequence[pick.Picked], args: argparse.Namespace) -> str
         lines = [
             "Nothing was changed. The text around the change is another one in this tree; the port "
             "knows its meaning:",
-            f"  python scripts/upstream port --fix {stuck} {args.tree}",
+            f"  {_again('port', '--fix', stuck, args.tree)}",
         ]
-        if clean := [one.pr for one in done if one.outcome == pick.CLEAN]:
-            fixes = " ".join(f"--fix {pr}" for pr in clean)
-            lines += ["What fits can be picked alone:"]
-            lines += [f"  python scripts/upstream pick {fixes} {args.tree}"]
+        if fits := [one.pr for one in done if one.outcome == pick.FITS]:
+            fixes = [word for pr in fits for word in ("--fix", pr)]
+            lines += ["What fits can be picked alone:", f"  {_again('pick', *fixes, args.tree)}"]
         return "\n".join(lines)
-    if not any(one.commit for one in done):
-        return "Nothing to do."
-    if args.dry_run:
-        return "They fit. Nothing was changed: it was a dry run."
-    return f"They are on the branch {args.branch}: git merge {args.branch}"
+    return _where(
+        any(one.commit for one in done), any(one.outcome == pick.FITS for one in done), args
+    )
+
+
+def _where(changed: bool, would: bool, args: argparse.Namespace) -> str:
+    """What has become of the branch."""
+    if changed:
+        name = merge_name(args.tree, args.branch)
+        return f"They are on the branch {args.branch}. Unless you are on it: git merge {name}"
+    return "Nothing was changed: it was a dry run." if would else "Nothing to do."
 
 
 # --- port ---------------------------------------------------------------------------------------
@@ -299,29 +328,38 @@ def _add_port(verbs: Any) -> None:
     sub.add_argument(
         "--diff",
         action="store_true",
-        help="print a patch (patch -p1 in the folder above sglang) and change nothing; needs no git",
+        help="print a patch (for patch -p1 beside the folder sglang) and change nothing; needs no git",
     )
+    sub.add_argument("--dry-run", action="store_true", help="try it, and change nothing")
 
 
 def _port(args: argparse.Namespace) -> int:
     tree = find_tree(args.tree)
     if args.diff:
         return _port_diff(tree, args)
-    done = port.port(tree, _fixes(args), args.branch)
+    done = port.port(tree, _fixes(args), args.branch, dry_run=args.dry_run)
+    changed = any(one.commit for one in done)
     if args.json:
-        _print_json({"branch": args.branch, "fixes": [one.as_dict() for one in done]})
+        branch = args.branch if changed else None
+        _print_json({"branch": branch, "fixes": [one.as_dict() for one in done]})
     else:
         for one in done:
             print(_ported_line(one))
             for shape in one.shapes:
                 print(f"    {shape}")
-        if port.unknown(done):
-            print("Nothing was changed.")
-        elif any(one.commit for one in done):
-            print(f"They are on the branch {args.branch}: git merge {args.branch}")
-        else:
-            print("Nothing to do.")
+        print(_after_porting(done, changed, args))
     return UNKNOWN_SHAPE if port.unknown(done) else OK
+
+
+def _after_porting(done: Sequence[port.Ported], changed: bool, args: argparse.Namespace) -> str:
+    portable = [one.pr for one in done if one.outcome == port.PORTABLE]
+    if not port.unknown(done):
+        return _where(changed, bool(portable), args)
+    lines = ["Nothing was changed. docs/backporting.md says how to do it by hand."]
+    if portable:
+        fixes = [word for pr in portable for word in ("--fix", pr)]
+        lines += ["What is known can be ported alone:", f"  {_again('port', *fixes, args.tree)}"]
+    return "\n".join(lines)
 
 
 def _ported_line(one: port.Ported) -> str:
@@ -333,7 +371,10 @@ def _port_diff(tree: Any, args: argparse.Namespace) -> int:
     if args.json:
         _print_json({"patch": patch, "fixes": [one.as_dict() for one in done]})
     else:
-        print(patch, end="")
+        # In the encoding of the files, whatever the terminal's is.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(patch.encode(errors="surrogateescape"))
+        sys.stdout.flush()
     for one in done:
         _say(_ported_line(one) + "".join(f"\n    {shape}" for shape in one.shapes))
     return UNKNOWN_SHAPE if port.unknown(done) else OK
@@ -345,19 +386,30 @@ def _port_diff(tree: Any, args: argparse.Namespace) -> int:
 def _add_engine(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--engine",
-        nargs="?",
-        const="all",
-        choices=("all", *prove.ENGINE),
-        help="with the whole Engine and a real model, too, which takes minutes: merge is the situation "
-        "of #21840 from end to end, texts compares texts with this project's engine",
+        action="store_true",
+        help="with the whole Engine and a real model, too, which takes minutes",
+    )
+    sub.add_argument(
+        "--scenario",
+        action="append",
+        choices=prove.ENGINE,
+        help="with --engine, this alone: merge is the situation of #21840 from end to end, texts "
+        "compares texts with those of this project's engine",
     )
 
 
 def _engine(args: argparse.Namespace) -> Sequence[str]:
-    scenarios = {None: (), "all": prove.ENGINE}.get(args.engine, (args.engine,))
-    if scenarios and not engine_proof.MODEL.is_dir():
+    if not args.engine:
+        return ()
+    # Before anything has taken minutes.
+    if not engine_proof.MODEL.is_dir():
         raise ProveError(f"there is no model in {engine_proof.MODEL}: make model")
-    return scenarios
+    if missing := [name for name in ("torch", "tokenizers") if not importlib.util.find_spec(name)]:
+        raise ProveError(
+            f"{sys.executable} has no {missing[0]} to run this project's engine with: take the .venv "
+            "that `make env` makes"
+        )
+    return args.scenario or prove.ENGINE
 
 
 def _add_prove(verbs: Any) -> None:
@@ -366,7 +418,7 @@ def _add_prove(verbs: Any) -> None:
         "The tree is not changed: what has the fixes is a copy. No GPU is needed. An environment for it "
         "is made in\n.cache/upstream if there is none (1.4 GB; fetch --remove removes it)."
     )
-    examples = "~/sglang\n--engine merge .cache/upstream/0.5.10rc0"
+    examples = "~/sglang\n--engine --scenario merge .cache/upstream/0.5.10rc0"
     sub = _add(verbs, "prove", _prove, text, examples)
     _add_tree(sub)
     _add_engine(sub)
@@ -391,6 +443,8 @@ def _print_proven(proven: Proven) -> None:
     for before, after in zip(proven.before, proven.after, strict=True):
         how = proven.how[before.pr]
         print(f"#{before.pr}: {before.verdict}; {how}; then {after.verdict}")
+        if after.verdict == "unknown":
+            print(f"    {after.reason}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("scenario", "before", "after", "holds"):
         table.add_column(column, overflow="fold")
@@ -400,7 +454,8 @@ def _print_proven(proven: Proven) -> None:
     # A pipe or a file has no width of its own.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     for proof in proven.proofs:
-        for line in (*proof.quote.splitlines(), *(f"WRONG: {what}" for what in proof.wrong)):
+        lines = [*proof.quote.splitlines(), *(f"log: {log}" for log in proof.logs)]
+        for line in (*lines, *(f"WRONG: {what}" for what in proof.wrong)):
             print(f"{proof.scenario}: {line}")
 
 
@@ -420,14 +475,20 @@ def _add_matrix(verbs: Any) -> None:
 
 
 def _matrix(args: argparse.Namespace) -> int:
+    if args.write and (args.versions or not args.engine or args.scenario):
+        _say("upstream matrix: --write wants all of it: no VERSION, --engine, and no --scenario")
+        return 2
     rows = matrix.run(args.versions or list(matrix.expected()), _engine(args), _say)
+    bad = sum(bool(row.differences) for row in rows)
     if args.write:
-        args.write.write_text(matrix.page(rows))
+        # What is not as expected is no page to keep.
+        path = args.write.with_suffix(".failed.md") if bad else args.write
+        path.write_text(matrix.page(rows))
+        _say(f"written to {path}")
     if args.json:
         _print_json(matrix.as_json(rows))
     for row in rows:
         for line in row.differences:
             _say(f"{row.version}: {line}")
-    bad = sum(bool(row.differences) for row in rows)
     _say(f"{len(rows) - bad} of {len(rows)} releases are as expected")
     return NOT_PROVEN if bad else OK

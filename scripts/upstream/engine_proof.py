@@ -5,40 +5,32 @@ logprobs with this project's engine. ``benchmark/lab/upstream_engine.py`` says w
 
 Each engine runs in a session of processes of its own, with a time limit, and the whole of it is killed
 at the end: an Engine that finds a leak kills the process that started it, and its children may stay.
-
-Examples
---------
-::
-
-    PYTHONPATH=scripts .venv/bin/python -m upstream.engine_proof merge .cache/upstream/0.5.14/python \
-        --python .cache/upstream/venv-transformers5/bin/python
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
+import functools
 import itertools
 import json
-import os
+import math
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from upstream.releases import REPO_ROOT, UPSTREAM
+from upstream.releases import REPO_ROOT
+from upstream.sessions import Ended, is_package_of, lab_environment, run_session
 
 MODEL: Final = REPO_ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 PROMPTS: Final = Path(__file__).with_name("prompts.json")
 # Logprobs. Both engines compute in float32 and add in different orders, which was seen to make up to
 # 1.1e-4. Candidates that are closer than this may change places.
 TOLERANCE: Final = 1e-3
+# Tokens of each text.
+TEXT_LEN: Final = 64
 
 Outcome = Literal["finishes", "dies", "hangs", "not triggered"]
 
@@ -48,90 +40,10 @@ _LEAK: Final = re.compile(r"\S*: (\w+ memory leak detected!.*)|\] (\w+ memory le
 _PREFILL: Final = re.compile(r"(Prefill batch,.*#new-token: (\d+),.*#running-req: (\d+),.*)")
 _LONG: Final = 1000
 _STARTED: Final = "upstream_engine: round"
-# How long a killed process may take to go.
-_GONE_S: Final = 10.0
 
 
-class ProofError(RuntimeError):
+class EngineError(RuntimeError):
     """Nothing was proved, for a reason that is not the question's; the message is for a person."""
-
-
-# --- Processes ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended.
-
-    Attributes
-    ----------
-    returncode : int or None
-        As `subprocess` has it; None if the time was over.
-    seconds : float
-    """
-
-    returncode: int | None
-    seconds: float
-
-
-def run_session(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float
-) -> Ended:
-    """Run a command, at most for `limit_s` seconds, and leave none of its processes behind.
-
-    What it prints goes to the file `log`. Processes that leave the session are not found.
-    """
-    started = time.monotonic()
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        while not (over := _has_ended(process)) and time.monotonic() - started < limit_s:
-            time.sleep(0.05)
-    finally:
-        # The leader is not collected before this, so that its number can be no other process's.
-        _kill_session(process.pid)
-        process.wait()
-    return Ended(process.returncode if over else None, time.monotonic() - started)
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, how) is not None
-
-
-def _kill_session(leader: int) -> None:
-    """Kill a session's processes, and wait until they are gone."""
-    deadline = time.monotonic() + _GONE_S
-    while True:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
-        # Groups that were made within the session, and what was started in the meantime.
-        alive = list(_session(leader))
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not alive or time.monotonic() > deadline:
-            return
-        time.sleep(0.02)
-
-
-def _session(leader: int) -> Iterator[int]:
-    """Numbers of a session's processes that are not dead; none on systems without /proc."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # Behind the name, which may have anything in it: state, parent, group, session.
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader and fields[0] not in "ZX":
-            yield int(stat.parent.name)
 
 
 def _ask(
@@ -140,20 +52,11 @@ def _ask(
     limit_s: float,
     package_dir: Path | None = None,
     python: Path | None = None,
-    **variables: str,
 ) -> tuple[Ended, dict[str, Any] | None]:
     """Let an engine answer: that of `package_dir`, or else ours. None if it came to no answer."""
     ours = package_dir is None
-    path = (package_dir or REPO_ROOT / "python", REPO_ROOT / "benchmark")
-    # Settings of the caller's own engine are not meant for this one.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(str(p.absolute()) for p in path),
-        # No package of the folder from which this is called comes before them.
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUNBUFFERED": "1",
-        **variables,
-    }
+    package_dir = package_dir or REPO_ROOT / "python"
+    environment = lab_environment(package_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
     # An engine that is killed leaves files behind.
     with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
@@ -164,7 +67,10 @@ def _ask(
             *("--prompts", str(PROMPTS), "--out", str(out)),
         ]
         ended = run_session(command, environment | {"TMPDIR": folder}, log, limit_s)
-        return ended, json.loads(out.read_text()) if out.is_file() else None
+        answers = json.loads(out.read_text()) if out.is_file() else None
+    if answers is not None and not is_package_of(answers["package"], package_dir):
+        raise EngineError(f"{answers['package']} ran, and not what is in {package_dir}")
+    return ended, answers
 
 
 def _tail(log: Path) -> str:
@@ -204,9 +110,7 @@ class MergeOutcome:
     seconds: float = 0.0
 
 
-def merge_proof(
-    package_dir: Path, python: Path, log: Path, limit_s: float = 300.0, strict: bool = True
-) -> MergeOutcome:
+def merge_proof(package_dir: Path, python: Path, log: Path, limit_s: float = 300.0) -> MergeOutcome:
     """Run the scenario ``merge`` of ``lab.upstream_engine`` on a package.
 
     Parameters
@@ -219,16 +123,13 @@ def merge_proof(
         Where to write what it prints.
     limit_s : float
         Most seconds for all of it.
-    strict : bool
-        Whether a leak is an error, as by default, or a warning.
 
     Raises
     ------
-    ProofError
+    EngineError
         If the engine does not come as far as the scenario.
     """
-    check = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": str(int(strict))}
-    ended, answers = _ask("merge", log, limit_s, package_dir, python, **check)
+    ended, answers = _ask("merge", log, limit_s, package_dir, python)
     return judge_merge(answers, log.read_text(errors="replace"), ended)
 
 
@@ -237,20 +138,21 @@ def judge_merge(answers: dict[str, Any] | None, printed: str, ended: Ended) -> M
 
     Raises
     ------
-    ProofError
+    EngineError
         If it did not come as far as the scenario, or broke in another way.
     """
     leaks = [a or b for a, b in _LEAK.findall(printed)]
     behind, triggered = _behind_scoring(printed)
     quote = "\n".join(line.strip() for line in (triggered or behind)[:1] + leaks[:1])
     if answers is None:
-        if leaks:
+        # A leak without the situation is another defect's.
+        if leaks and triggered and _STARTED in printed:
             return MergeOutcome("dies", quote, seconds=ended.seconds)
         if ended.returncode is None and _STARTED in printed:
             quote = f"{quote}\nstopped after {ended.seconds:.0f} s".strip()
             return MergeOutcome("hangs", quote, seconds=ended.seconds)
         how = "was stopped" if ended.returncode is None else f"ended with {ended.returncode}"
-        raise ProofError(f"the engine {how} before it answered:\n{printed.rstrip()[-1500:]}")
+        raise EngineError(f"the engine {how} before it answered:\n{printed.rstrip()[-1500:]}")
     if answers["hangs"]:
         said = [line for line in printed.splitlines() if "no answer within" in line]
         quote = "\n".join(filter(None, [quote, *said]))
@@ -278,17 +180,18 @@ def _behind_scoring(printed: str) -> tuple[list[str], list[str]]:
     return [line for line, _ in behind], [line for line, running in behind if running == 1]
 
 
+@functools.cache
 def our_text(log: Path, limit_s: float = 120.0) -> str:
     """What this project's engine answers to the generation request, in the same situation.
 
     Raises
     ------
-    ProofError
+    EngineError
         If it gives no answer.
     """
     ended, answers = _ask("merge", log, limit_s)
     if answers is None or answers["hangs"]:
-        raise ProofError(f"our engine has no answer ({ended.returncode}):\n{_tail(log)}")
+        raise EngineError(f"our engine has no answer ({ended.returncode}):\n{_tail(log)}")
     return answers["alone"]["text"]
 
 
@@ -341,8 +244,6 @@ class TextsOutcome:
         scored text.
     scored : int
         Tokens of the scored text that have a logprob.
-    seconds : dict of str to float
-        Of each engine, start and end included.
     """
 
     prompts: int
@@ -353,13 +254,15 @@ class TextsOutcome:
     differences: list[Difference] = field(default_factory=list)
     output_gap: float = 0.0
     input_gap: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def agrees(self) -> bool:
         """Whether both engines compute the same, up to the rounding of logits."""
         near = all(difference.near_tie for difference in self.differences)
-        return self.same_input and near and max(self.output_gap, self.input_gap) <= TOLERANCE
+        gaps = (self.output_gap, self.input_gap)
+        # Not a number is not small.
+        close = all(math.isfinite(gap) and gap <= TOLERANCE for gap in gaps)
+        return self.same_input and near and close and self.compared > 0
 
     def lines(self) -> list[str]:
         """The outcome for a person."""
@@ -386,48 +289,73 @@ def texts_proof(package_dir: Path, python: Path, log: Path, limit_s: float = 300
 
     Raises
     ------
-    ProofError
+    EngineError
         If one of them gives no answer.
     """
     our_log = log.with_name(f"ours-{log.name}")
-    ours, our_end = _texts(our_log, limit_s)
-    theirs, their_end = _texts(log, limit_s, package_dir, python)
-    outcome = compare(ours, theirs)
-    outcome.seconds = {"ours": our_end.seconds, "theirs": their_end.seconds}
-    return outcome
+    return compare(_texts(our_log, limit_s), _texts(log, limit_s, package_dir, python))
 
 
-def _texts(log: Path, limit_s: float, *package: Path) -> tuple[dict[str, Any], Ended]:
+def _texts(log: Path, limit_s: float, *package: Path) -> dict[str, Any]:
     ended, answers = _ask("texts", log, limit_s, *package)
     if answers is None:
         how = "was stopped" if ended.returncode is None else f"ended with {ended.returncode}"
-        raise ProofError(f"the engine {how} before it answered:\n{_tail(log)}")
-    return answers, ended
+        raise EngineError(f"the engine {how} before it answered:\n{_tail(log)}")
+    return answers
 
 
-def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> TextsOutcome:
-    """Compare what two engines answered to the scenario ``texts``."""
+def compare(ours: dict[str, Any], theirs: dict[str, Any], length: int = TEXT_LEN) -> TextsOutcome:
+    """Compare what two engines answered to the scenario ``texts``, with `length` tokens to each prompt.
+
+    Raises
+    ------
+    EngineError
+        If one of them did not answer in full.
+    """
+    for name, answers in (("ours", ours), ("theirs", theirs)):
+        _must_be_whole(name, answers, length)
     pairs = list(zip(ours["texts"], theirs["texts"], strict=True))
     with_input = [*pairs, (ours["scoring"], theirs["scoring"])]
     outcome = TextsOutcome(
         prompts=len(pairs),
         same_input=all(a["input_ids"] == b["input_ids"] for a, b in with_input),
         scored=len(ours["scoring"]["logprobs"]),
-        input_gap=max(_gap(a["logprobs"], b["logprobs"]) for a, b in with_input),
+        input_gap=_worst(
+            _gap(a["logprobs"], b["logprobs"]) if a["input_ids"] == b["input_ids"] else math.inf
+            for a, b in with_input
+        ),
     )
     for number, (a, b) in enumerate(pairs):
         same = _common(a["output_ids"], b["output_ids"])
         longest = max(len(a["output_ids"]), len(b["output_ids"]))
         outcome.compared += same
         outcome.left_out += longest - same
-        outcome.output_gap = max(outcome.output_gap, _gap(a["chosen"][:same], b["chosen"][:same]))
+        gap = _gap(a["chosen"][:same], b["chosen"][:same])
+        outcome.output_gap = _worst((outcome.output_gap, gap))
         if same < longest:
             outcome.differences.append(_difference(number, same, a, b))
     return outcome
 
 
+def _must_be_whole(name: str, answers: dict[str, Any], length: int) -> None:
+    for number, text in enumerate(answers["texts"]):
+        lengths = {len(text[key]) for key in ("output_ids", "chosen", "best")}
+        if lengths != {length}:
+            raise EngineError(f"text {number} of {name} has {sorted(lengths)} tokens, not {length}")
+    for text in (*answers["texts"], answers["scoring"]):
+        if len(text["logprobs"]) != len(text["input_ids"]) - 1 or len(text["logprobs"]) < 1:
+            raise EngineError(f"{name} left logprobs of input tokens out")
+
+
 def _gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return max((abs(a - b) for a, b in zip(ours, theirs)), default=0.0)
+    """The largest difference; not a number if one of them is none."""
+    gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps, default=0.0)
+
+
+def _worst(gaps: Iterable[float]) -> float:
+    gaps = list(gaps)
+    return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
 
 def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
@@ -447,40 +375,3 @@ def _difference(number: int, at: int, a: dict[str, Any], b: dict[str, Any]) -> D
 
     margins = margin(a, ours, theirs), margin(b, theirs, ours)
     return Difference(number, at, ours, theirs, *margins)
-
-
-# --- Command line -------------------------------------------------------------------------------
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one proof and print what came of it; 1 if it is not what a release with both fixes does."""
-    parser = argparse.ArgumentParser(prog="python -m upstream.engine_proof", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("proof", choices=("merge", "texts"))
-    parser.add_argument("package_dir", type=Path, help="the folder that has sglang in it")
-    parser.add_argument("--python", type=Path, required=True, help="an interpreter for it")
-    parser.add_argument("--log", type=Path, default=UPSTREAM / "engine_proof.log")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="S")
-    parser.add_argument("--warn", action="store_true", help="let a leak be a warning (merge)")
-    args = parser.parse_args(argv)
-    try:
-        if args.proof == "texts":
-            texts = texts_proof(args.package_dir, args.python, args.log, args.limit)
-            print(*texts.lines(), texts.seconds, sep="\n")
-            return int(not texts.agrees)
-        merge = merge_proof(args.package_dir, args.python, args.log, args.limit, not args.warn)
-        print(f"{merge.outcome} ({merge.seconds:.1f} s)\n{merge.quote}")
-        if merge.text is None:
-            return 1
-        ours = our_text(args.log.with_name(f"ours-{args.log.name}"))
-        print(f"the same text each time: {merge.same_text}; ours: {merge.text == ours}")
-        print(f"pools whole: {merge.pools_whole}")
-        done = merge.outcome == "finishes" and merge.same_text and merge.text == ours
-        return int(not (done and merge.pools_whole))
-    except ProofError as error:
-        print(f"engine_proof: error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """The fix commits of this repository on another one, by ``git cherry-pick -x``.
 
-Everything happens in a temporary working tree first. Only if all of it went well is a branch made of
-it, so that what is checked out stays as it was, whatever comes. Conflicts are never resolved here: with
+Everything happens in a temporary repository first. Only if all of it went well does a branch get it, so
+that the checkout stays as it was, whatever comes. Conflicts are never resolved here: with
 ``-X theirs`` git would take this project's slice for upstream's file, and delete the rest of it.
 """
 
@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import prove_fixes
 from upstream.checkouts import (
-    NO_HOOKS,
     CheckoutError,
     Tree,
     git,
@@ -27,9 +26,10 @@ from upstream.checkouts import (
 from upstream.port import BRANCH
 from upstream.releases import REPO_ROOT
 from upstream.shapes import ShapeError
-from upstream.status import FIXES, copy_status, merge_status
+from upstream.status import FIXES, status_of
 
 CLEAN: Final = "picked"
+FITS: Final = "fits"
 FIXED: Final = "already fixed"
 CONFLICT: Final = "conflict"
 
@@ -42,7 +42,8 @@ class Picked:
     ----------
     pr : int
     outcome : str
-        ``"picked"``, ``"already fixed"``, ``"conflict"``, or ``"not tried"`` behind a conflict.
+        ``"picked"``, ``"fits"`` if it was not published, ``"already fixed"``, ``"conflict"``, or
+        ``"not tried"`` behind a conflict.
     source : str
         The commit of this repository.
     commit : str
@@ -62,27 +63,36 @@ class Picked:
         return asdict(self)
 
 
+class NoSuchCommitError(CheckoutError):
+    """This repository's history does not have a fix."""
+
+
 def fix_commit(pr: int, repository: Path = REPO_ROOT) -> str:
     """This repository's commit of a fix, found by its trailer.
 
     Raises
     ------
-    CheckoutError
+    NoSuchCommitError
         If there is not exactly one, or it touches other files than it should.
     """
     fix = next(fix for fix in prove_fixes.FIXES if fix.pr == pr)
     try:
         return prove_fixes.fix_commit(repository, fix, prove_fixes.trailers(repository))[0]
     except prove_fixes.ProofError as error:
-        raise CheckoutError(
-            f"this repository's commit of #{pr} is not to be had: {error}"
-        ) from error
+        what = f"this repository's commit of #{pr} is not to be had"
+        raise NoSuchCommitError(f"{what}: {error}") from error
 
 
 def pick(
-    tree: Tree, prs: Sequence[int] = tuple(FIXES), branch: str = BRANCH, dry_run: bool = False
+    tree: Tree,
+    prs: Sequence[int] = tuple(FIXES),
+    branch: str = BRANCH,
+    start: str | None = None,
+    dry_run: bool = False,
 ) -> list[Picked]:
     """Cherry-pick the fixes in order onto a branch of the tree's repository.
+
+    Parameters are those of `upstream.port.port`.
 
     Raises
     ------
@@ -95,11 +105,16 @@ def pick(
             f"the package is at {tree.prefix} of {repository}, and the commits change "
             "python/sglang: take `port` instead"
         )
-    start = start_of(repository, branch)
-    with scratch(repository, start) as place:
+    if start is None and all(_is_fixed(tree, pr) for pr in prs):
+        return [Picked(pr, FIXED, fix_commit(pr)) for pr in prs]
+    with scratch(repository, start or start_of(repository, branch)) as place:
         done = apply(Tree(place / tree.prefix, place), prs)
-        if not dry_run and not conflicts(done) and any(picked.commit for picked in done):
-            publish(repository, branch, git(place, "rev-parse", "HEAD"))
+        if any(picked.commit for picked in done) and not conflicts(done) and not dry_run:
+            publish(place, repository, branch)
+        else:
+            for picked in done:
+                picked.outcome = FITS if picked.outcome == CLEAN else picked.outcome
+                picked.commit = ""
     return done
 
 
@@ -118,9 +133,7 @@ def apply(tree: Tree, prs: Sequence[int]) -> list[Picked]:
     """
     assert tree.repository is not None
     commits = {pr: fix_commit(pr) for pr in prs}
-    # Objects alone, no names. All of history: a part of it would make the user's clone a shallow one.
-    fetch = ("fetch", "--quiet", "--no-tags", "--no-write-fetch-head")
-    git(tree.repository, *fetch, str(REPO_ROOT), "HEAD")
+    git(tree.repository, "fetch", "--quiet", "--no-tags", str(REPO_ROOT), "HEAD")
     done: list[Picked] = []
     for pr, commit in commits.items():
         if conflicts(done):
@@ -135,13 +148,13 @@ def apply(tree: Tree, prs: Sequence[int]) -> list[Picked]:
 
 def _is_fixed(tree: Tree, pr: int) -> bool:
     try:
-        return {21840: merge_status, 28500: copy_status}[pr](tree).verdict == "fixed"
+        return status_of(tree, pr).verdict == "fixed"
     except ShapeError:
         return False
 
 
 def _pick_one(place: Path, pr: int, commit: str) -> Picked:
-    tried = run_git(place, *NO_HOOKS, "cherry-pick", "-x", commit)
+    tried = run_git(place, "cherry-pick", "-x", commit)
     if tried.returncode == 0:
         return Picked(pr, CLEAN, commit, git(place, "rev-parse", "HEAD"))
     unmerged = git(place, "diff", "--name-only", "--diff-filter=U").split()

@@ -7,6 +7,7 @@ changed, and the place is told.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 import shutil
@@ -18,14 +19,19 @@ from typing import Any, Final
 
 import libcst as cst
 
+import prove_fixes
 from upstream import shapes
-from upstream.checkouts import NO_HOOKS, Tree, git, publish, repository_of, scratch, start_of
-from upstream.shapes import FLAG, HELPER, SCHEDULE_BATCH, ShapeError, Site, Source
-from upstream.status import FIXES, Status, all_sites, copy_status, merge_status
+from upstream.checkouts import Tree, git, publish, repository_of, scratch, start_of
+from upstream.shapes import FLAG, HELPER, PIN, SCHEDULE_BATCH, ShapeError, Site, Source
+from upstream.status import FIXES, all_sites, status_of
 
 BRANCH: Final = "decode-path-fixes"
-TRAILER: Final = "Upstream-PR: sgl-project/sglang#{pr}"
-PIN: Final = "is_pin_memory_available"
+PORTED: Final = "ported"
+PORTABLE: Final = "portable"
+TRAILER: Final = f"{prove_fixes.TRAILER}: sgl-project/sglang#{{pr}}"
+
+# As upstream formats.
+_LINE: Final = 88
 
 Instead = Mapping[Any, Sequence[Any]]
 
@@ -57,7 +63,8 @@ class Ported:
     ----------
     pr : int
     outcome : str
-        ``"ported"``, ``"already fixed"``, ``"not affected"`` or ``"unknown shape"``.
+        ``"ported"``, ``"portable"`` if it was not published, ``"already fixed"``, ``"not affected"`` or
+        ``"unknown shape"``.
     shapes : list of str
         What was met, each with its place.
     files : dict of str to bytes
@@ -87,12 +94,26 @@ class Ported:
 
 
 def port(
-    tree: Tree, prs: Sequence[int] = tuple(FIXES), branch: str = BRANCH, dry_run: bool = False
+    tree: Tree,
+    prs: Sequence[int] = tuple(FIXES),
+    branch: str = BRANCH,
+    start: str | None = None,
+    dry_run: bool = False,
 ) -> list[Ported]:
     """Commit the fixes to a branch of the tree's repository, one commit each.
 
     What is checked out stays as it is, unless it is that branch. Where one fix meets an unknown shape
     nothing is committed at all.
+
+    Parameters
+    ----------
+    tree : Tree
+    prs : sequence of int
+    branch : str
+    start : str, optional
+        The commit to go on from. By default the branch if it is ahead of HEAD, or else HEAD.
+    dry_run : bool
+        Whether to leave the repository as it is. Commits exist nowhere then.
 
     Raises
     ------
@@ -102,12 +123,19 @@ def port(
         If a file is not there or is no Python.
     """
     repository = repository_of(tree)
-    start = start_of(repository, branch)
-    with scratch(repository, start) as place:
+    if start is None:
+        done = [change(tree, pr) for pr in prs]
+        if all(ported.outcome in ("already fixed", "not affected") for ported in done):
+            return done
+    with scratch(repository, start or start_of(repository, branch)) as place:
         there = Tree(place / tree.prefix, place)
         done = [_port_and_commit(there, pr) for pr in prs]
-        if not dry_run and any(ported.commit for ported in done) and not unknown(done):
-            publish(repository, branch, git(place, "rev-parse", "HEAD"))
+        if any(ported.commit for ported in done) and not unknown(done) and not dry_run:
+            publish(place, repository, branch)
+        else:
+            for ported in done:
+                ported.outcome = PORTABLE if ported.outcome == PORTED else ported.outcome
+                ported.commit = ""
     return done
 
 
@@ -118,14 +146,14 @@ def unknown(done: Sequence[Ported]) -> bool:
 
 def _port_and_commit(tree: Tree, pr: int) -> Ported:
     ported = change(tree, pr)
-    if ported.outcome == "ported":
+    if ported.outcome == PORTED:
         write(tree, ported)
-        after = {21840: merge_status, 28500: copy_status}[pr](tree)
+        after = status_of(tree, pr)
         if after.verdict != "fixed":
             raise ShapeError(f"#{pr} was ported, and is {after.verdict} still: {after.reason}")
         assert tree.repository is not None
         git(tree.repository, "add", "--", *(f"{tree.prefix}/{name}" for name in ported.files))
-        git(tree.repository, *NO_HOOKS, "commit", "--quiet", "--message", message(ported))
+        git(tree.repository, "commit", "--quiet", "--message", message(ported))
         ported.commit = git(tree.repository, "rev-parse", "HEAD")
     return ported
 
@@ -150,10 +178,9 @@ def patch(tree: Tree, prs: Sequence[int] = tuple(FIXES)) -> tuple[list[Ported], 
     The patch is empty where a shape is not known.
     """
     with tempfile.TemporaryDirectory(prefix="decode-path-") as folder:
-        # A copy of what is read, since the second fix is made in files that the first one changed.
+        # A copy, since the second fix is made in files that the first one changed.
         copy = Tree(Path(folder) / "sglang", None)
-        for part in (*shapes.FOLDERS, "srt/utils", "srt/utils.py"):
-            _copy(tree.package / part, copy.package / part)
+        shutil.copytree(tree.package / "srt", copy.package / "srt", ignore=_only_python)
         done = []
         for pr in prs:
             done.append(change(copy, pr))
@@ -163,25 +190,23 @@ def patch(tree: Tree, prs: Sequence[int] = tuple(FIXES)) -> tuple[list[Ported], 
     return done, "" if unknown(done) else text
 
 
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-    elif source.is_file():
-        shutil.copyfile(source, target)
+def _only_python(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not (name.endswith(".py") or Path(folder, name).is_dir())]
 
 
 def _diff(before: Tree, after: Tree, name: str) -> str:
-    old, new = (
-        (tree.package / name)
-        .read_bytes()
-        .decode(errors="surrogateescape")
-        .splitlines(keepends=True)
-        for tree in (before, after)
-    )
+    old, new = (_lines(tree.package / name) for tree in (before, after))
     lines = difflib.unified_diff(old, new, f"a/sglang/{name}", f"b/sglang/{name}")
     missing = "\n\\ No newline at end of file\n"
     return "".join(line if line.endswith("\n") else line + missing for line in lines)
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines as git and patch count them: other signs than a newline end none."""
+    text = path.read_bytes().decode(errors="surrogateescape")
+    return [f"{line}\n" for line in text.split("\n")[:-1]] + list(
+        filter(None, [text.split("\n")[-1]])
+    )
 
 
 def change(tree: Tree, pr: int) -> Ported:
@@ -192,18 +217,14 @@ def change(tree: Tree, pr: int) -> Ported:
     ShapeError
         If a file is not there or is no Python.
     """
-    found, rewrite = {
-        21840: (merge_status, _change_merge),
-        28500: (copy_status, _change_copies),
-    }[pr]
-    before: Status = found(tree)
+    before = status_of(tree, pr)
     if before.verdict in ("fixed", "not affected"):
         outcome = "already fixed" if before.verdict == "fixed" else before.verdict
         return Ported(pr, outcome, [before.reason])
     if before.verdict == "unknown":
         return Ported(pr, "unknown shape", [before.reason])
     try:
-        ported = rewrite(tree)
+        ported = {21840: _change_merge, 28500: _change_copies}[pr](tree)
         for name, content in ported.files.items():
             compile(content, name, "exec")
     except _UnknownShapeError as error:
@@ -223,12 +244,13 @@ def _change_merge(tree: Tree) -> Ported:
     assert shape.function is not None
     if shape.anchor is None:
         place = shape.source.place(shape.function)
-        raise _UnknownShapeError(f"{place} merge_batch has no line that takes over another flag")
+        what = "has no line that takes over another flag, or returns above it"
+        raise _UnknownShapeError(f"{place} merge_batch {what}")
     line = f"self.{FLAG} = self.{FLAG} and {shape.other}.{FLAG}"
     module, anchor = shape.source.module, shape.anchor
     module = _replaced(module, {anchor: [anchor, _statement(module, line)]})
     what = f"{shape.source.place(anchor)}: behind the flags, which are merged as {shape.form}"
-    return Ported(21840, "ported", [what], {SCHEDULE_BATCH: module.bytes})
+    return Ported(21840, PORTED, [what], {SCHEDULE_BATCH: module.bytes})
 
 
 # --- #28500 -------------------------------------------------------------------------------------
@@ -239,7 +261,7 @@ def _change_copies(tree: Tree) -> Ported:
     slow = [site for site in sites if site.kind in ("blocking", "pageable")]
     for site in slow:
         _must_be_replaceable(site)
-    ported = Ported(28500, "ported", [_describe(site) for site in slow])
+    ported = Ported(28500, PORTED, [_describe(site) for site in slow])
     # One parse of each file that sites share: nodes are told apart by identity.
     sources = {site.source.name: site.source for site in slow}
     if SCHEDULE_BATCH not in sources:
@@ -250,9 +272,10 @@ def _change_copies(tree: Tree) -> Ported:
         for site in mine:
             instead |= dict.fromkeys(site.statements, ())
             instead[site.statements[0]] = _instead(tree, site)
-        module = _replaced(source.module, instead)
         if name == SCHEDULE_BATCH:
-            module = _with_helper(tree, source, module, mine)
+            module = _with_helper(tree, source, instead, mine)
+        else:
+            module = _replaced(source.module, instead)
         module = _without_unused_torch(source, module)
         if module.code != source.module.code:
             ported.files[name] = module.bytes
@@ -260,10 +283,9 @@ def _change_copies(tree: Tree) -> Ported:
 
 
 def _must_be_replaceable(site: Site) -> None:
-    if site.owner == "self" and not site.function.startswith("ScheduleBatch."):
-        raise _UnknownShapeError(
-            f"{site.place} {site.function} feeds tokens, and is no ScheduleBatch"
-        )
+    if not site.owner_is_a_batch():
+        what = f"nothing says that {site.owner} is a ScheduleBatch"
+        raise _UnknownShapeError(f"{site.place} {site.function} feeds tokens, and {what}")
     if name := site.needed_elsewhere():
         raise _UnknownShapeError(f"{site.place} {site.function} needs {name} besides")
 
@@ -314,25 +336,23 @@ def _body(tree: Tree) -> str:
     return _BODY.format(pin=f"{PIN}(self.device)" if _pin_function(tree)[1] else f"{PIN}()")
 
 
-def _with_helper(
-    tree: Tree, source: Source, module: cst.Module, mine: Sequence[Site]
-) -> cst.Module:
-    """The module with the helper behind ``prepare_for_decode``, and with what it needs imported."""
+def _with_helper(tree: Tree, source: Source, instead: Instead, mine: Sequence[Site]) -> cst.Module:
+    """The module changed, with the helper behind ``prepare_for_decode``, and what it needs imported."""
     batch = shapes.find_class(source, "ScheduleBatch")
     if batch is None:
-        raise _UnknownShapeError(f"sglang/{source.name} has no class ScheduleBatch")
-    if shapes.find_method(batch, HELPER) is None:
-        if shapes.find_method(batch, "prepare_for_decode") is None:
-            raise _UnknownShapeError(f"{source.place(batch)} has no prepare_for_decode")
-        (helper,) = _parse(module, f"def {HELPER}(self):\n    pass\n")
-        lines = [*_parse(module, _DOCSTRING + _body(tree))]
-        helper = helper.with_changes(
-            body=cst.IndentedBlock(lines), leading_lines=[cst.EmptyLine(indent=False)]
-        )
-        module = module.visit(_Behind("ScheduleBatch", "prepare_for_decode", helper))
-    elif not any(site.is_helper for site in mine):
-        return module
-    return _with_import(module, _pin_function(tree)[0])
+        raise _UnknownShapeError(f"sglang/{source.name} has not one class ScheduleBatch")
+    if shapes.find_method(batch, HELPER) is not None:
+        module = _replaced(source.module, instead)
+        return _with_import(tree, source, module) if any(s.is_helper for s in mine) else module
+    prepare = shapes.find_method(batch, "prepare_for_decode")
+    if prepare is None:
+        raise _UnknownShapeError(f"{source.place(batch)} has no prepare_for_decode")
+    (helper,) = _parse(source.module, f"def {HELPER}(self):\n    pass\n")
+    helper = helper.with_changes(
+        body=cst.IndentedBlock(_parse(source.module, _DOCSTRING + _body(tree))),
+        leading_lines=[cst.EmptyLine(indent=False)],
+    )
+    return _with_import(tree, source, _replaced(source.module, instead, {prepare: helper}))
 
 
 def _pin_function(tree: Tree) -> tuple[str, bool]:
@@ -344,60 +364,109 @@ def _pin_function(tree: Tree) -> tuple[str, bool]:
         for statement in source.module.body:
             if isinstance(statement, cst.FunctionDef) and statement.name.value == PIN:
                 dotted = f"sglang/{name}".removesuffix(".py").removesuffix("/__init__")
-                return dotted.replace("/", "."), bool(statement.params.params)
+                return dotted.replace("/", "."), _wants_device(source, statement)
     raise _UnknownShapeError(f"no {PIN} in sglang/srt/utils")
+
+
+def _wants_device(source: Source, function: cst.FunctionDef) -> bool:
+    parameters = function.params
+    starred = isinstance(parameters.star_arg, cst.Param) or parameters.star_kwarg
+    others = parameters.kwonly_params or starred or function.asynchronous
+    if others or len(parameters.params) > 1:
+        raise _UnknownShapeError(
+            f"{source.place(function)} {PIN} is not called with a device or nothing"
+        )
+    return bool(parameters.params)
 
 
 # --- Imports ------------------------------------------------------------------------------------
 
 
-def _with_import(module: cst.Module, home: str) -> cst.Module:
-    """The module with the function imported, where the tree's own imports would have it."""
-    found = {
-        line: part
+def _with_import(tree: Tree, source: Source, module: cst.Module) -> cst.Module:
+    """The module with what the helper needs imported, where the tree's own imports would have it."""
+    home, _ = _pin_function(tree)
+    _must_mean_the_same(source, home)
+    found = [
+        (line, part)
         for line in module.body
         if isinstance(line, cst.SimpleStatementLine)
         for part in line.body
         if isinstance(part, cst.ImportFrom) and not isinstance(part.names, cst.ImportStar)
-    }
-    if any(PIN in _names(part) for part in found.values()):
+    ]
+    if any(_brings(part) for _, part in found):
         return module
-    dotted = {line: _dotted(part) for line, part in found.items()}
-    for line, part in found.items():
-        # A comment inside would be lost.
-        if dotted[line] == home and "#" not in module.code_for_node(part):
-            text = _import_of(home, sorted([*_names(part), PIN]), part.lpar is not None)
-            new = _parse(module, text)[0]
-            assert isinstance(new, cst.SimpleStatementLine)
-            return _replaced(module, {line: [line.with_changes(body=new.body)]})
-    before = [line for line, name in dotted.items() if name.startswith("sglang.") and name <= home]
+    for line, part in found:
+        if _dotted(part) == home and (joined := _joined(module, part)) is not None:
+            parts = [joined if one is part else one for one in line.body]
+            return _replaced(module, {line: [line.with_changes(body=parts)]})
+    before = [
+        one for one in found if _dotted(one[1]).startswith("sglang.") and _dotted(one[1]) <= home
+    ]
     if not before:
         raise _UnknownShapeError("no import of sglang stands at the top that one more could follow")
     # Blocks of imports are in order each by itself: the nearest name, not the last line.
-    nearest = max(before, key=lambda line: dotted[line])
-    return _replaced(module, {nearest: [nearest, *_parse(module, _import_of(home, [PIN], False))]})
+    nearest, _ = max(before, key=lambda one: _dotted(one[1]))
+    return _replaced(module, {nearest: [nearest, *_parse(module, f"from {home} import {PIN}\n")]})
 
 
-def _names(part: cst.ImportFrom) -> list[str]:
-    """The names of an import as they are written; ``a as b`` too."""
+def _must_mean_the_same(source: Source, home: str) -> None:
+    """See that ``torch`` is torch in a file, and the function's name is no other thing's."""
+    torch, odd = False, False
+    for node in source.tree.body:
+        match node:
+            case ast.Import(names=names):
+                torch |= any(a.name == "torch" and a.asname is None for a in names)
+                odd |= any(a.asname == PIN for a in names)
+            case ast.ImportFrom(module=module, names=names):
+                homes = (home, home.rpartition(".")[0])
+                mine = [a for a in names if (a.asname or a.name) == PIN]
+                odd |= any(a.name != PIN or module not in homes for a in mine)
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
+                odd |= name == PIN
+            case ast.Assign() | ast.AnnAssign():
+                odd |= any(
+                    isinstance(n, ast.Name) and n.id == PIN and isinstance(n.ctx, ast.Store)
+                    for n in ast.walk(node)
+                )
+    if not torch:
+        raise _UnknownShapeError(f"sglang/{source.name} does not import torch at its top")
+    if odd:
+        raise _UnknownShapeError(f"sglang/{source.name} has another thing called {PIN}")
+
+
+def _brings(part: cst.ImportFrom) -> bool:
+    """Whether an import brings the function under its own name."""
     assert not isinstance(part.names, cst.ImportStar)
-    text = cst.Module([])
-    return [
-        text.code_for_node(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT))
-        for alias in part.names
-    ]
+    return any(a.evaluated_name == PIN and a.asname is None for a in part.names)
+
+
+def _joined(module: cst.Module, part: cst.ImportFrom) -> cst.ImportFrom | None:
+    """An import with the name among its own, which stay as they are; None if that does not fit."""
+    assert not isinstance(part.names, cst.ImportStar)
+    names = list(part.names)
+    at = next((i for i, alias in enumerate(names) if str(alias.evaluated_name) > PIN), len(names))
+    # What stands between two names, as it does there already.
+    between: Any = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    if part.lpar is not None:
+        between = names[max(min(at, len(names) - 1) - 1, 0)].comma
+        if len(names) < 2 or "#" in module.code_for_node(part):
+            return None
+    new = cst.ImportAlias(cst.Name(PIN), comma=between)
+    if at == len(names):
+        new = new.with_changes(comma=names[-1].comma)
+        names[-1] = names[-1].with_changes(comma=between)
+    names.insert(at, new)
+    joined = part.with_changes(names=names)
+    too_long = part.lpar is None and len(module.code_for_node(joined)) > _LINE
+    return None if too_long else joined
 
 
 def _dotted(part: cst.ImportFrom) -> str:
     return cst.Module([]).code_for_node(part.module) if part.module else ""
-
-
-def _import_of(home: str, names: Sequence[str], in_brackets: bool) -> str:
-    """An import as black would write it."""
-    line = f"from {home} import {', '.join(names)}\n"
-    if not in_brackets and len(line) <= 89:
-        return line
-    return f"from {home} import (\n" + "".join(f"    {name},\n" for name in names) + ")\n"
 
 
 def _without_unused_torch(source: Source, module: cst.Module) -> cst.Module:
@@ -423,42 +492,32 @@ def _statement(module: cst.Module, text: str) -> cst.SimpleStatementLine:
     return cst.ensure_type(line, cst.SimpleStatementLine)
 
 
-def _replaced(module: cst.Module, instead: Instead) -> cst.Module:
-    return cst.ensure_type(module.visit(_Blocks(instead)), cst.Module)
+def _replaced(
+    module: cst.Module, instead: Instead, behind: Mapping[Any, cst.FunctionDef] | None = None
+) -> cst.Module:
+    return cst.ensure_type(module.visit(_Blocks(instead, behind or {})), cst.Module)
 
 
 class _Blocks(cst.CSTTransformer):
-    """Replaces lines by any number of others."""
+    """Replaces lines by any number of others, and puts functions behind others.
 
-    def __init__(self, instead: Instead) -> None:
+    Nodes are compared by identity, so that those that look the same are left alone.
+    """
+
+    def __init__(self, instead: Instead, behind: Mapping[Any, cst.FunctionDef]) -> None:
         super().__init__()
-        self.instead = instead
+        self.instead, self.behind = instead, behind
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> Any:
-        # Nodes are compared by identity.
         new = self.instead.get(original_node)
         if new is None:
             return updated_node
         return cst.FlattenSentinel(new) if new else cst.RemoveFromParent()
 
-
-class _Behind(cst.CSTTransformer):
-    """Puts a method behind another one of a class."""
-
-    def __init__(self, owner: str, method: str, new: cst.FunctionDef) -> None:
-        super().__init__()
-        self.owner, self.method, self.new = owner, method, new
-
-    def leave_ClassDef(
-        self, original_node: cst.ClassDef, updated_node: cst.ClassDef
-    ) -> cst.ClassDef:
-        if updated_node.name.value != self.owner:
-            return updated_node
-        lines: list[Any] = []
-        for line in updated_node.body.body:
-            lines.append(line)
-            if isinstance(line, cst.FunctionDef) and line.name.value == self.method:
-                lines.append(self.new)
-        return updated_node.with_changes(body=updated_node.body.with_changes(body=lines))
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> Any:
+        new = self.behind.get(original_node)
+        return updated_node if new is None else cst.FlattenSentinel([updated_node, new])

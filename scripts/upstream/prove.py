@@ -8,8 +8,8 @@ model, with fixes that are cherry-picked where they fit), in interpreters of the
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-import os
 import shutil
 import subprocess
 import tempfile
@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from upstream import engine_proof, pick, port, releases
-from upstream.checkouts import CheckoutError, Tree, commit_all, find_tree
+from upstream.checkouts import Tree, commit_all, find_tree
 from upstream.engine_proof import MergeOutcome
-from upstream.releases import REPO_ROOT, UPSTREAM
-from upstream.status import FIXES, Status, status
+from upstream.releases import UPSTREAM
+from upstream.sessions import is_package_of, lab_environment
+from upstream.status import FIXES, Status, slow_paths, status
 
 LOGS: Final = UPSTREAM / "logs"
 # A scenario takes seconds; importing a release for the first time takes longer.
@@ -53,6 +54,10 @@ class Proof:
         Whether the defect shows before, if the tree has it, and everything is right after.
     quote : str
         Lines of a log that tell it.
+    logs : list of str
+        The files that have all of it.
+    figures : dict of str to float
+        What was measured.
     wrong : list of str
         What is not as it has to be.
     """
@@ -63,6 +68,8 @@ class Proof:
     after: str
     quote: str = ""
     wrong: list[str] = field(default_factory=list)
+    logs: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
@@ -109,9 +116,7 @@ class Proven:
         }
 
 
-def prove(
-    tree: Tree, python: Path, objects: bool = True, engine: Sequence[str] = (), say: Say = print
-) -> Proven:
+def prove(tree: Tree, python: Path, engine: Sequence[str] = (), say: Say = print) -> Proven:
     """Run the scenarios on a tree, before and after.
 
     Parameters
@@ -120,26 +125,23 @@ def prove(
         Its files as they are, committed or not. They are not changed.
     python : Path
         An interpreter that has what the tree imports.
-    objects : bool
-        Whether to make batches and look at them.
     engine : sequence of str
         Of `ENGINE`: what to do with the whole Engine.
+    say : callable
+        Told what happens.
 
     Raises
     ------
-    ProveError, engine_proof.ProofError
+    ProveError, engine_proof.EngineError
         If a scenario could not be run.
     """
-    verdicts = {one.pr: one.verdict for one in status(tree)}
-    with fixed_copy(tree, port_one) as (copy, how):
-        say(", ".join(f"#{pr}: {what}" for pr, what in how.items()))
+    with fixed_copy(tree, FIXES, port_one) as (copy, how):
         proven = Proven(how, status(tree), status(copy))
-        if objects:
-            say("batches of the release, before and after")
-            proven.proofs += _prove_objects(tree, copy, python, verdicts)
+        say(", ".join(f"#{pr}: {what}" for pr, what in how.items()))
+        say("its own batches, before and after")
+        proven.proofs += _prove_objects(tree, copy, python, proven.before)
     if "merge" in engine:
-        with fixed_copy(tree, pick_or_port_one) as (copy, how):
-            proven.proofs.append(_prove_merge(tree, copy, how, python, verdicts[21840], say))
+        proven.proofs.append(_prove_merge(tree, python, proven.before[0].verdict, say))
     if "texts" in engine:
         say("texts of the Engine, and of ours")
         proven.proofs.append(_prove_texts(tree, python))
@@ -148,7 +150,7 @@ def prove(
 
 @contextlib.contextmanager
 def fixed_copy(
-    tree: Tree, fix: Callable[[Tree, int], str]
+    tree: Tree, prs: Sequence[int], fix: Callable[[Tree, int], str]
 ) -> Iterator[tuple[Tree, dict[int, str]]]:
     """A copy of a tree in which `fix` has fixed what it could, and what came of each fix."""
     with tempfile.TemporaryDirectory(prefix="decode-path-") as folder:
@@ -157,7 +159,7 @@ def fixed_copy(
         shutil.copytree(tree.package, root / "python" / "sglang", ignore=ignored)
         commit_all(root, "A copy")
         copy = find_tree(root)
-        yield copy, {pr: fix(copy, pr) for pr in FIXES}
+        yield copy, {pr: fix(copy, pr) for pr in prs}
 
 
 def port_one(copy: Tree, pr: int) -> str:
@@ -168,9 +170,8 @@ def port_one(copy: Tree, pr: int) -> str:
 
 
 def pick_or_port_one(copy: Tree, pr: int) -> str:
-    """Cherry-pick a fix onto a copy, or port it if it does not fit."""
-    with contextlib.suppress(CheckoutError):
-        # A history without the commits cannot be picked from, and the port needs none.
+    """Cherry-pick a fix onto a copy, or port it if it does not fit or this history lacks it."""
+    with contextlib.suppress(pick.NoSuchCommitError):
         (picked,) = pick.apply(copy, [pr])
         if picked.outcome in (pick.CLEAN, pick.FIXED):
             return picked.outcome
@@ -180,11 +181,11 @@ def pick_or_port_one(copy: Tree, pr: int) -> str:
 # --- Batches ------------------------------------------------------------------------------------
 
 
-def _prove_objects(tree: Tree, copy: Tree, python: Path, verdicts: dict[int, str]) -> list[Proof]:
+def _prove_objects(tree: Tree, copy: Tree, python: Path, before: Sequence[Status]) -> list[Proof]:
     with ThreadPoolExecutor(max_workers=2) as pool:
         runs = [pool.submit(run_objects, t.package.parent, python) for t in (tree, copy)]
-        before, after = (run.result() for run in runs)
-    return judge_objects(before, after, verdicts)
+        found = [run.result() for run in runs]
+    return judge_objects(*found, verdict=before[0].verdict, slow=slow_paths(tree))
 
 
 def run_objects(package_dir: Path, python: Path, limit_s: float = LIMIT_S) -> dict[str, Any]:
@@ -193,13 +194,10 @@ def run_objects(package_dir: Path, python: Path, limit_s: float = LIMIT_S) -> di
     Raises
     ------
     ProveError
-        If it does not run.
+        If it does not run, or another package ran.
     """
-    path = os.pathsep.join([str(package_dir.absolute()), str(REPO_ROOT / "benchmark")])
-    # Settings of the caller's own engine are not meant for this one.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
-    environment |= {"PYTHONPATH": path}
     command = [str(python), "-m", "lab.upstream_proofs"]
+    environment = lab_environment(package_dir)
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=limit_s
@@ -209,21 +207,32 @@ def run_objects(package_dir: Path, python: Path, limit_s: float = LIMIT_S) -> di
     except OSError as error:
         raise ProveError(f"{python} cannot be run: {error}") from error
     if done.returncode != 0:
-        raise ProveError(f"the scenarios could not be run:\n{done.stderr.strip()[-2000:]}")
-    return json.loads(done.stdout)
+        said = done.stderr.strip()
+        missing = f"{python} lacks a module\n" if "ModuleNotFoundError" in said else ""
+        raise ProveError(f"the scenarios could not be run: {missing}{said[-2000:]}")
+    found = json.loads(done.stdout)
+    if not is_package_of(found["package"], package_dir):
+        raise ProveError(f"{found['package']} ran, and not what is in {package_dir}")
+    return found
 
 
 def judge_objects(
-    before: dict[str, Any], after: dict[str, Any], verdicts: dict[int, str]
+    before: dict[str, Any], after: dict[str, Any], verdict: str, slow: set[str]
 ) -> list[Proof]:
-    """Proofs out of what `run_objects` found before and after."""
-    merge = _judge_merge(before["merge"], after["merge"], verdicts[21840])
-    paths = [_judge_copy(name, before[name], after[name]) for name in ("decode", "spec_decode")]
-    slow = any(before[path.scenario]["penalties_block"] for path in paths)
-    if slow != (verdicts[28500] == "affected"):
-        what = f"{'a' if slow else 'no'} path blocks before"
-        paths[0].wrong.append(f"the verdict is {verdicts[28500]}, and {what}")
-    return [merge, *paths]
+    """Proofs out of what `run_objects` found before and after.
+
+    Parameters
+    ----------
+    before, after : dict
+    verdict : str
+        On #21840, before.
+    slow : set of str
+        Of ``decode`` and ``spec_decode``, the paths whose copy has to block before.
+    """
+    proofs = [_judge_merge(before["merge"], after["merge"], verdict)]
+    for name in ("decode", "spec_decode"):
+        proofs.append(_judge_copy(name, before[name], after[name], name in slow))
+    return proofs
 
 
 def _judge_merge(before: dict[str, Any], after: dict[str, Any], verdict: str) -> Proof:
@@ -246,13 +255,18 @@ def _judge_merge(before: dict[str, Any], after: dict[str, Any], verdict: str) ->
     return proof
 
 
-def _judge_copy(scenario: str, before: dict[str, Any], after: dict[str, Any]) -> Proof:
+def _judge_copy(scenario: str, before: dict[str, Any], after: dict[str, Any], slow: bool) -> Proof:
     if not after["feeds_penalties"]:
         proof = Proof(scenario, 28500, "feeds no penalties", "feeds no penalties")
     else:
         proof = Proof(scenario, 28500, _copies(before), _copies(after))
     if before["feeds_penalties"] != after["feeds_penalties"]:
         proof.wrong.append("penalties are fed on one side alone")
+    if slow != (before["penalties_block"] > 0):
+        copies = "its copy is slow" if slow else "it copies well, or not at all"
+        proof.wrong.append(
+            f"by the code {copies}, and before, {before['penalties_block']} transfers block"
+        )
     if after["penalties_block"] != 0:
         proof.wrong.append(f"after, {after['penalties_block']} transfers of the penalties block")
     for name, what in (("penalties", "penalties"), ("kv", "KV lengths"), ("fed", "tokens")):
@@ -268,11 +282,10 @@ def _judge_copy(scenario: str, before: dict[str, Any], after: dict[str, Any]) ->
 
 
 def _copies(found: dict[str, Any]) -> str:
-    rows = found["penalty_rows"]
-    blocking = sum(row["calls"] for row in rows if row["blocking"])
-    rest = sum(row["calls"] for row in rows if not row["blocking"])
+    """What penalties add to the transfers of a step."""
+    asynchronous = found["with_penalties"]["asynchronous"] - found["without"]["asynchronous"]
     beside = found["without"]["blocking"]
-    return f"{blocking} blocking, {rest} asynchronous" + (
+    return f"{found['penalties_block']} blocking, {asynchronous} asynchronous" + (
         f" ({beside} more block without penalties)" if beside else ""
     )
 
@@ -281,23 +294,36 @@ def _copies(found: dict[str, Any]) -> str:
 
 
 def log_of(tree: Tree, name: str) -> Path:
-    """Where the log of an Engine is kept."""
+    """Where the log of an Engine is kept: by version, and for trees elsewhere by their place."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    return LOGS / f"{tree.version() or 'unknown'}-{name}.log"
+    place = tree.package.as_posix()
+    mark = (
+        "" if tree.package.is_relative_to(UPSTREAM) else hashlib.sha256(place.encode()).hexdigest()
+    )
+    return LOGS / "-".join(filter(None, [tree.version() or "unknown", mark[:8], f"{name}.log"]))
 
 
-def _prove_merge(
-    tree: Tree, copy: Tree, how: dict[int, str], python: Path, verdict: str, say: Say
-) -> Proof:
-    outcomes: dict[str, MergeOutcome] = {}
-    for when, t in (("before", tree), ("after", copy)):
-        say(f"the Engine {when}")
-        log = log_of(tree, f"merge-{when}")
-        outcomes[when] = engine_proof.merge_proof(t.package.parent, python, log)
-        say(f"the Engine {when}: {outcomes[when].outcome}, {outcomes[when].seconds:.0f} s")
-    say("our engine")
-    ours = engine_proof.our_text(log_of(tree, "merge-ours"))
-    return judge_engine(outcomes["before"], outcomes["after"], ours, how[21840], verdict)
+def _prove_merge(tree: Tree, python: Path, verdict: str, say: Say) -> Proof:
+    """The Engine with the fix of the flag alone, so that nothing else can be what helps."""
+    logs = {when: log_of(tree, f"merge-{when}") for when in ("before", "after")}
+    logs["ours"] = LOGS / "ours-merge.log"
+
+    def run(package_dir: Path, when: str) -> MergeOutcome:
+        say(f"the Engine {when}: {logs[when]}")
+        outcome = engine_proof.merge_proof(package_dir, python, logs[when])
+        say(f"the Engine {when}: {outcome.outcome}, {outcome.seconds:.0f} s")
+        return outcome
+
+    before = after = run(tree.package.parent, "before")
+    with fixed_copy(tree, [21840], pick_or_port_one) as (copy, how):
+        # Where nothing is to be fixed there is nothing else to run.
+        if how[21840] not in (pick.FIXED, "not affected"):
+            after = run(copy.package.parent, "after")
+    say(f"our engine: {logs['ours']}")
+    ours = engine_proof.our_text(logs["ours"])
+    proof = judge_engine(before, after, ours, how[21840], verdict)
+    proof.logs = [str(log) for log in logs.values() if log.is_file()]
+    return proof
 
 
 def judge_engine(
@@ -323,10 +349,16 @@ def judge_engine(
 
 
 def _prove_texts(tree: Tree, python: Path) -> Proof:
-    texts = engine_proof.texts_proof(tree.package.parent, python, log_of(tree, "texts"))
+    log = log_of(tree, "texts")
+    texts = engine_proof.texts_proof(tree.package.parent, python, log)
     first, second, *rest = texts.lines()
     wrong = [] if texts.agrees else ["the engines do not agree"]
-    return Proof("engine texts", None, first, second, "\n".join(rest), wrong)
+    figures = {
+        "compared": texts.compared,
+        "output_gap": texts.output_gap,
+        "input_gap": texts.input_gap,
+    }
+    return Proof("engine texts", None, first, second, "\n".join(rest), wrong, [str(log)], figures)
 
 
 def interpreter_for(tree: Tree, given: Path | None, say: Say) -> Path:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -32,10 +33,16 @@ REPO_ROOT: Final = Path(__file__).resolve().parents[2]
 UPSTREAM: Final = REPO_ROOT / ".cache" / "upstream"
 PINNED: Final = Path(__file__).with_name("checksums.json")
 
+_PLATFORM: Final = (
+    *("--python-version", "3.11", "--implementation", "cp", "--abi", "cp311"),
+    *("--platform", "manylinux_2_34_x86_64"),
+)
 _VERSION: Final = re.compile(r"(\d+(?:\.\d+)*)(?:(rc|a|b|\.post|\.dev)(\d+))?")
-# From here on SGLang wants version 5 of transformers. So does a candidate before, and nothing between.
+# From here on the newer environment. A release asks for a version of transformers of its own; these two
+# have been seen to run the batches of all, and the Engine of 0.5.10rc0, 0.5.10.post1 and 0.5.14.
 _TRANSFORMERS_5: Final = (0, 5, 13)
-_TRANSFORMERS_5_TOO: Final = ("0.5.10rc0",)
+# A candidate that wants the newer one, which the release behind it does not.
+_TRANSFORMERS_5_TOO: Final = "0.5.10rc"
 _DATE: Final = "2000-01-01T00:00:00Z"
 
 Say = Callable[[str], None]
@@ -61,6 +68,8 @@ def release(version: str, root: Path | None = None, say: Say = print) -> Path:
     if not _VERSION.fullmatch(version):
         raise ReleaseError(f"{version!r} is no version of SGLang, such as 0.5.14 or 0.5.13.post1")
     if is_there(version, root):
+        if not _is_as_it_came(tree, version):
+            raise ReleaseError(f"{tree} is not what came from PyPI any more: remove it, or move it")
         say(f"SGLang {version} is there")
         return tree
     wheel = _wheel(version, root / "dl", say)
@@ -83,13 +92,22 @@ def is_there(version: str, root: Path | None = None) -> bool:
     return (tree / ".git").is_dir() and (tree / "python" / "sglang" / "__init__.py").is_file()
 
 
+def _is_as_it_came(tree: Path, version: str) -> bool:
+    """Whether what is checked out is the release and nothing else."""
+    tag = checkouts.run_git(tree, "rev-parse", "--verify", "--quiet", f"v{version}^{{commit}}")
+    head = checkouts.run_git(tree, "rev-parse", "HEAD")
+    changed = checkouts.run_git(tree, "status", "--porcelain", "--untracked-files=no")
+    return tag.stdout == head.stdout and changed.returncode == 0 and not changed.stdout
+
+
 def _wheel(version: str, folder: Path, say: Say) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pattern = f"sglang-{version}-*.whl"
     if not list(folder.glob(pattern)):
         say(f"downloading SGLang {version}")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary=:all:", "--dest", str(folder), f"sglang=={version}"]
+        # The same file everywhere, whose checksum is known. It is the text that is used.
+        command += ["--only-binary=:all:", *_PLATFORM, "--dest", str(folder), f"sglang=={version}"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise ReleaseError(
@@ -136,7 +154,7 @@ def _unpack(wheel: Path, folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.startswith("sglang/")]
             archive.extractall(folder / "python", names)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, OSError) as error:
         raise ReleaseError(f"{wheel} is no wheel ({error}): remove it and try again") from error
     if not (folder / "python" / "sglang" / "__init__.py").is_file():
         raise ReleaseError(f"{wheel} has no sglang in it")
@@ -152,7 +170,7 @@ def _make_repository(folder: Path, version: str) -> None:
 # --- Environments -------------------------------------------------------------------------------
 
 
-def numbers(version: str) -> tuple[int, ...] | None:
+def _numbers(version: str) -> tuple[int, ...] | None:
     """The leading numbers of a version, ``(0, 5, 13)``, or nothing if it has none."""
     found = _VERSION.match(version)
     return tuple(int(part) for part in found[1].split(".")) if found else None
@@ -160,8 +178,12 @@ def numbers(version: str) -> tuple[int, ...] | None:
 
 def environment_name(version: str) -> str:
     """Which environment a release runs in; one without a known version in the newer one."""
-    known = numbers(version)
-    old = known is not None and known < _TRANSFORMERS_5 and version not in _TRANSFORMERS_5_TOO
+    known = _numbers(version)
+    old = (
+        known is not None
+        and known < _TRANSFORMERS_5
+        and not version.startswith(_TRANSFORMERS_5_TOO)
+    )
     return "venv-transformers4" if old else "venv-transformers5"
 
 
@@ -174,9 +196,15 @@ def requirements(name: str) -> Sequence[Path]:
 def interpreter(version: str, root: Path | None = None) -> Path | None:
     """The interpreter of a release's environment if that is there."""
     folder = (root or UPSTREAM) / environment_name(version)
-    wanted = "".join(path.read_text() for path in requirements(folder.name))
     stamp = folder / ".stamp"
-    return folder / "bin" / "python" if stamp.is_file() and stamp.read_text() == wanted else None
+    is_whole = stamp.is_file() and stamp.read_text() == _stamp_of(folder.name)
+    return folder / "bin" / "python" if is_whole else None
+
+
+def _stamp_of(name: str) -> str:
+    """What an environment is made of."""
+    texts = [path.read_text() for path in requirements(name)]
+    return "".join([*texts, f"# Python {sys.version_info.major}.{sys.version_info.minor}\n"])
 
 
 def environment(version: str, root: Path | None = None, say: Say = print) -> Path:
@@ -196,7 +224,7 @@ def environment(version: str, root: Path | None = None, say: Say = print) -> Pat
     python = folder / "bin" / "python"
     for path in requirements(folder.name):
         _install(python, path, say)
-    (folder / ".stamp").write_text("".join(p.read_text() for p in requirements(folder.name)))
+    (folder / ".stamp").write_text(_stamp_of(folder.name))
     return python
 
 
@@ -223,6 +251,18 @@ def _install(python: Path, path: Path, say: Say) -> None:
         raise ReleaseError(f"{path.name} cannot be installed:\n{''.join(said)[-1500:]}")
 
 
-def remove(root: Path | None = None) -> None:
-    """Remove releases, wheels and environments."""
-    shutil.rmtree(root or UPSTREAM, ignore_errors=True)
+def remove(root: Path | None = None, environments_only: bool = False) -> None:
+    """Remove the environments, or everything: releases, wheels and logs too.
+
+    Raises
+    ------
+    ReleaseError
+        If something cannot be removed.
+    """
+    root = root or UPSTREAM
+    for folder in sorted(root.glob("venv-transformers*")) if environments_only else [root]:
+        try:
+            if folder.is_dir():
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise ReleaseError(f"{folder} cannot be removed: {error}") from error

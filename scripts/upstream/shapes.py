@@ -29,11 +29,15 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 HELPER: Final = "cumulate_penalty_output_tokens"
+FEED: Final = "cumulate_output_tokens"
 FLAG: Final = "is_prefill_only"
+PIN: Final = "is_pin_memory_available"
 SCHEDULE_BATCH: Final = "srt/managers/schedule_batch.py"
 SCHEDULER: Final = "srt/managers/scheduler.py"
-# Where tokens may be fed to the penalties, beside the penalties themselves.
-FOLDERS: Final = ("srt/managers", "srt/speculative", "srt/disaggregation", "srt/multiplex")
+# The penalties themselves.
+PENALTIES: Final = "srt/sampling/penaltylib"
+# What batches and draft inputs call tokens that are on the device.
+ON_DEVICE: Final = frozenset({"output_ids", "next_token_ids", "verified_id", "bonus_tokens"})
 
 Node = TypeVar("Node", bound=cst.CSTNode)
 Kind = Literal["blocking", "pageable", "pinned", "on device", "unknown"]
@@ -63,18 +67,25 @@ class Source:
     def __init__(self, package: Path, name: str) -> None:
         self.package, self.name, self.path = package, name, package / name
         try:
-            module = cst.parse_module(self.path.read_bytes())
-        except FileNotFoundError as error:
-            raise ShapeError(f"{name} is not there") from error
-        except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
+            content = self.path.read_bytes()
+            module = cst.parse_module(content)
+            # What is newer than this Python cannot be judged by it.
+            self.tree = ast.parse(content)
+        except OSError as error:
+            raise ShapeError(f"{name} cannot be read: {error}") from error
+        except (cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError) as error:
             raise ShapeError(f"{name} cannot be parsed: {error}") from error
         wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.module = wrapper.module
         self._positions = wrapper.resolve(PositionProvider)
 
+    def line(self, node: cst.CSTNode) -> int:
+        """Where a node begins."""
+        return self._positions[node].start.line
+
     def place(self, node: cst.CSTNode) -> str:
         """``sglang/srt/...py:line`` of a node."""
-        return f"sglang/{self.name}:{self._positions[node].start.line}"
+        return f"sglang/{self.name}:{self.line(node)}"
 
     def code(self, node: cst.CSTNode) -> str:
         """The text of a node."""
@@ -98,19 +109,19 @@ def canonical(text: str) -> str:
 
 
 def find_class(source: Source, name: str) -> cst.ClassDef | None:
-    """A class at the top of a file."""
-    for statement in source.module.body:
-        if isinstance(statement, cst.ClassDef) and statement.name.value == name:
-            return statement
-    return None
+    """The one class of that name in a file; None if there is none or are several."""
+    found = [node for node in walk(source.module, cst.ClassDef) if node.name.value == name]
+    return found[0] if len(found) == 1 else None
 
 
 def find_method(owner: cst.ClassDef, name: str) -> cst.FunctionDef | None:
-    """A method of a class."""
-    for statement in owner.body.body:
-        if isinstance(statement, cst.FunctionDef) and statement.name.value == name:
-            return statement
-    return None
+    """A method of a class: the last definition, which is the one that counts."""
+    found = [
+        statement
+        for statement in owner.body.body
+        if isinstance(statement, cst.FunctionDef) and statement.name.value == name
+    ]
+    return found[-1] if found else None
 
 
 # --- #21840 -------------------------------------------------------------------------------------
@@ -127,8 +138,8 @@ class MergeShape:
         None where batches have no such flag, or cannot be merged.
     other : str
         What the function calls the other batch.
-    assigned : BaseSmallStatement or None
-        The statement that sets the flag.
+    assigned : SimpleStatementLine or None
+        The line that sets the flag.
     right : bool
         Whether that is the AND of both sides.
     anchor : SimpleStatementLine or None
@@ -150,7 +161,7 @@ def merge_shape(source: Source) -> MergeShape:
     """See `MergeShape`."""
     shape = MergeShape(source)
     batch = find_class(source, "ScheduleBatch")
-    if batch is None or not _declares(batch, FLAG):
+    if batch is None or FLAG not in source.code(batch):
         return shape
     shape.function = find_method(batch, "merge_batch")
     if shape.function is None:
@@ -160,10 +171,35 @@ def merge_shape(source: Source) -> MergeShape:
     for line in shape.function.body.body:
         if isinstance(line, cst.SimpleStatementLine):
             _see_flags(shape, line)
-    if shape.assigned is None:
-        # Deeper down, where it is not set on every way: not a shape to change.
-        shape.assigned = next(_lines_that_set(shape.function, f"self.{FLAG}"), None)
+    # Deeper down, where it is not set on every way, or elsewhere, or more than once.
+    others = [line for line in _lines_that_set_flag(source, batch, shape.function)]
+    if shape.assigned is None or len(others) > 1:
+        shape.assigned, shape.right = (others[0] if others else None), False
+    # Whoever leaves before the end takes the flag as it was.
+    last = shape.assigned or shape.anchor
+    if last is not None and _leaves_before(source, shape.function, last):
+        shape.right, shape.anchor = False, None
+    if "setattr" in source.code(shape.function):
+        shape.right, shape.assigned = False, shape.assigned or shape.anchor
     return shape
+
+
+def _leaves_before(source: Source, function: cst.FunctionDef, last: cst.CSTNode) -> bool:
+    """Whether a ``return`` stands above a line."""
+    limit = source.line(last)
+    return any(source.line(node) < limit for node in walk(function, cst.Return))
+
+
+def _lines_that_set_flag(
+    source: Source, batch: cst.ClassDef, function: cst.FunctionDef
+) -> Iterator[cst.SimpleStatementLine]:
+    """Lines of a method that set the flag, and of methods of the batch that it calls."""
+    yield from _lines_that_set(function, f"self.{FLAG}")
+    for call in walk(function, cst.Call):
+        owner, _, name = source.code(call.func).partition(".")
+        called = find_method(batch, name) if owner == "self" else None
+        if called is not None and called is not function:
+            yield from _lines_that_set(called, f"self.{FLAG}")
 
 
 def _see_flags(shape: MergeShape, line: cst.SimpleStatementLine) -> None:
@@ -201,31 +237,17 @@ def _taken_over(statement: ast.stmt, other: str) -> Iterator[tuple[str, str]]:
                 yield name, f"x = y {word} x"
 
 
-def _declares(owner: cst.ClassDef, name: str) -> bool:
-    for line in owner.body.body:
-        if isinstance(line, cst.SimpleStatementLine):
-            for part in line.body:
-                if (
-                    isinstance(part, cst.AnnAssign)
-                    and isinstance(part.target, cst.Name)
-                    and part.target.value == name
-                ):
-                    return True
-    return False
-
-
 def _lines_that_set(function: cst.FunctionDef, name: str) -> Iterator[cst.SimpleStatementLine]:
+    text = cst.Module([])
     for line in walk(function, cst.SimpleStatementLine):
-        for part in line.body:
-            targets = (
-                [t.target for t in part.targets]
-                if isinstance(part, cst.Assign)
-                else [part.target]
-                if isinstance(part, cst.AugAssign | cst.AnnAssign)
-                else []
-            )
-            if any(cst.Module([]).code_for_node(target) == name for target in targets):
-                yield line
+        targets = [
+            target
+            for kind in (cst.AssignTarget, cst.AugAssign, cst.AnnAssign)
+            for part in walk(line, kind)
+            for target in (part.target, *walk(part.target, cst.Attribute))
+        ]
+        if any(text.code_for_node(target) == name for target in targets):
+            yield line
 
 
 def sets_flag(source: Source, method: str) -> cst.SimpleStatementLine | None:
@@ -235,23 +257,46 @@ def sets_flag(source: Source, method: str) -> cst.SimpleStatementLine | None:
     return next(_lines_that_set(function, f"self.{FLAG}"), None) if function else None
 
 
-def flag_tests(source: Source) -> dict[str, list[str]]:
-    """Places that read the flag, by the name of the batch: ``running_batch``, ``last_batch``."""
-    found: dict[str, list[str]] = {}
-    for node in walk(source.module, cst.Attribute):
-        if node.attr.value == FLAG:
-            owner = node.value
-            name = owner.attr.value if isinstance(owner, cst.Attribute) else source.code(owner)
-            found.setdefault(name, []).append(source.place(node))
+@dataclass(frozen=True)
+class FlagUse:
+    """A place that reads or sets the flag of a batch or a request.
+
+    Attributes
+    ----------
+    owner : str
+        Whose: the last name before the flag, ``running_batch``. Empty where it is named by a string.
+    sets : bool
+    place : str
+    """
+
+    owner: str
+    sets: bool
+    place: str
+
+
+def flag_uses(source: Source) -> list[FlagUse]:
+    """Every place of a file that names the flag, but for keyword arguments and fields."""
+    found = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr == FLAG:
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            sets = not isinstance(node.ctx, ast.Load)
+        elif isinstance(node, ast.Constant) and node.value == FLAG:
+            owner, sets = "", False
+        else:
+            continue
+        found.append(FlagUse(owner, sets, f"sglang/{source.name}:{node.lineno}"))
     return found
 
 
 def calls_of(source: Source, name: str) -> list[tuple[str, str]]:
     """Calls of a method in a file: place, and the text of what is called."""
     return [
-        (source.place(node), source.code(node.func))
-        for node in walk(source.module, cst.Call)
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value == name
+        (f"sglang/{source.name}:{node.lineno}", ast.unparse(node.func))
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == name
     ]
 
 
@@ -271,10 +316,14 @@ class Site:
         Where the tokens come from, see the module.
     owner : str
         The batch: ``self`` or ``batch``.
-    definition : FunctionDef
+    definition : FunctionDef or None
         That function.
     statements : sequence
-        Those that make the tokens, and the call.
+        Those that make the tokens, and the call; none of an unknown site.
+    node : CSTNode
+        What stands for it: the first of them, or what names the method.
+    always : bool
+        Whether it stands in its function under no condition.
     branch : str
         The condition around it, if it is a branch of one on overlap: ``"enable_overlap"``.
     """
@@ -283,14 +332,16 @@ class Site:
     function: str
     kind: Kind
     owner: str
-    definition: cst.FunctionDef
+    definition: cst.FunctionDef | None
     statements: Statements
+    node: cst.CSTNode
+    always: bool
     branch: str = ""
 
     @property
     def place(self) -> str:
         """``sglang/srt/...py:line`` of what makes the tokens."""
-        return self.source.place(self.statements[0])
+        return self.source.place(self.node)
 
     @property
     def is_helper(self) -> bool:
@@ -303,14 +354,27 @@ class Site:
             for target in walk(statement, cst.AssignTarget):
                 name = self.source.code(target.target)
                 inside = sum(_uses(one, name) for one in self.statements)
-                if _uses(self.definition, name) > inside:
+                if self.definition is not None and _uses(self.definition, name) > inside:
                     return name
         return ""
+
+    def owner_is_a_batch(self) -> bool:
+        """Whether the owner is known to be a ``ScheduleBatch``, which has the helper."""
+        if self.owner == "self":
+            is_method = self.function.startswith("ScheduleBatch.") and self.function.count(".") == 1
+            return is_method and self.source.name == SCHEDULE_BATCH
+        parameters = self.definition.params.params if self.definition else ()
+        return any(
+            parameter.name.value == self.owner
+            and parameter.annotation is not None
+            and self.source.code(parameter.annotation.annotation).strip("\"'") == "ScheduleBatch"
+            for parameter in parameters
+        )
 
 
 def token_sites(source: Source) -> list[Site]:
     """All sites of a file, in order."""
-    if "cumulate_output_tokens" not in source.module.code:
+    if FEED not in source.module.code:
         return []
     visitor = _Sites(source)
     source.module.visit(visitor)
@@ -324,6 +388,7 @@ class _Sites(cst.CSTVisitor):
     _names: list[str] = field(default_factory=list)
     _definitions: list[cst.FunctionDef] = field(default_factory=list)
     _branches: list[str] = field(default_factory=list)
+    _seen: set[cst.CSTNode] = field(default_factory=set)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self._names.append(node.name.value)
@@ -351,18 +416,42 @@ class _Sites(cst.CSTVisitor):
             if call is None or not self._definitions:
                 continue
             owner = self.source.code(call.func).partition(".sampling_info")[0]
+            self._seen.add(call.func)
             kind, first = _kind(self.source, node.body, at, call, owner)
-            overlap = [b for b in self._branches if b.endswith(".enable_overlap")]
-            site = Site(
+            always = node is self._definitions[-1].body
+            self._add(kind, owner, node.body[first : at + 1], node.body[first], always)
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        # In whatever other way the method is named.
+        if node.attr.value == FEED and node not in self._seen:
+            self._add("unknown", "", (), node)
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        if node.raw_value == FEED:
+            self._add("unknown", "", (), node)
+
+    def _add(
+        self,
+        kind: Kind,
+        owner: str,
+        statements: Statements,
+        node: cst.CSTNode,
+        always: bool = False,
+    ) -> None:
+        overlap = [b for b in self._branches if b.endswith(".enable_overlap")]
+        self.sites.append(
+            Site(
                 self.source,
                 ".".join(self._names),
                 kind,
                 owner,
-                self._definitions[-1],
-                node.body[first : at + 1],
+                self._definitions[-1] if self._definitions else None,
+                statements,
+                node,
+                always,
                 overlap[-1].rpartition(".")[2] if overlap else "",
             )
-            self.sites.append(site)
+        )
 
 
 def _feeding_call(line: cst.CSTNode) -> cst.Call | None:
@@ -370,10 +459,7 @@ def _feeding_call(line: cst.CSTNode) -> cst.Call | None:
         (part,) = line.body
         if isinstance(part, cst.Expr) and isinstance(part.value, cst.Call):
             function = part.value.func
-            if (
-                isinstance(function, cst.Attribute)
-                and function.attr.value == "cumulate_output_tokens"
-            ):
+            if isinstance(function, cst.Attribute) and function.attr.value == FEED:
                 return part.value
     return None
 
@@ -382,11 +468,11 @@ def _kind(
     source: Source, lines: Statements, at: int, call: cst.Call, owner: str
 ) -> tuple[Kind, int]:
     """Where the argument of a call comes from, and the first of the statements that make it."""
-    if len(call.args) != 1:
+    if len(call.args) != 1 or call.args[0].star or call.args[0].keyword:
         return "unknown", at
     argument = source.syntax(call.args[0].value)
     if not isinstance(argument, ast.Name):
-        return ("on device" if _is_cast(argument) else "unknown"), at
+        return ("on device" if _is_on_device(argument) else "unknown"), at
     made = _assigned(source, lines, at - 1)
     if made is None or made[0] != argument.id:
         return "unknown", at
@@ -407,15 +493,13 @@ def _assigned(source: Source, lines: Statements, at: int) -> tuple[str, ast.expr
     return None
 
 
-def _is_cast(node: ast.expr) -> bool:
-    """``x.y.to(torch.int64)``: of a tensor that is there already."""
+def _is_on_device(node: ast.expr) -> bool:
+    """``x.output_ids``, or that as int64: a tensor that is there already."""
     match node:
-        case ast.Call(
-            func=ast.Attribute(value=ast.Attribute(), attr="to"), args=[dtype], keywords=[]
-        ):
-            return ast.unparse(dtype) == "torch.int64"
-        case ast.Attribute():
-            return True
+        case ast.Call(func=ast.Attribute(value=tokens, attr="to"), args=[dtype], keywords=[]):
+            return ast.unparse(dtype) == "torch.int64" and _is_on_device(tokens)
+        case ast.Attribute(attr=name):
+            return name in ON_DEVICE
     return False
 
 
@@ -442,8 +526,8 @@ def _kind_of_tensor(node: ast.expr, values: dict[str, ast.expr], owner: str) -> 
         return "blocking"
     if pinned == "False":
         return "pageable"
-    sure = pinned == "True" or pinned.startswith("is_pin_memory_available(")
-    return "pinned" if sure else "unknown"
+    asked = {f"{PIN}()", f"{PIN}({owner}.device)", "True"}
+    return "pinned" if pinned in asked else "unknown"
 
 
 def _destination(call: ast.Call) -> tuple[str | None, bool]:
@@ -466,6 +550,30 @@ def _is_last_tokens(node: ast.expr, owner: str) -> bool:
             }
             return ast.unparse(reqs) == f"{owner}.reqs" and ast.unparse(element) in known
     return False
+
+
+def helper_fault(source: Source, sites: Sequence[Site]) -> str:
+    """What keeps the method of the helper's name from being one; empty if nothing does.
+
+    Parameters
+    ----------
+    source : Source
+        The file of ``ScheduleBatch``.
+    sites : sequence of Site
+        Its sites.
+    """
+    batch = find_class(source, "ScheduleBatch")
+    helper = find_method(batch, HELPER) if batch is not None else None
+    if helper is None:
+        return f"sglang/{source.name} has no {HELPER}"
+    parameters = helper.params
+    plain = not (helper.decorators or helper.asynchronous or parameters.kwonly_params)
+    starred = isinstance(parameters.star_arg, cst.Param) or parameters.star_kwarg
+    if not plain or len(parameters.params) != 1 or starred:
+        return f"{source.place(helper)} {HELPER} is not called with nothing"
+    if not any(site.is_helper and site.always for site in sites):
+        return f"{source.place(helper)} {HELPER} does not feed in each case"
+    return ""
 
 
 def helper_calls(source: Source) -> list[str]:

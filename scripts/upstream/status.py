@@ -11,13 +11,13 @@ unknown       the code is not of a shape that this tool knows; a person has to l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from upstream import shapes
 from upstream.checkouts import Tree
-from upstream.shapes import SCHEDULE_BATCH, SCHEDULER, MergeShape, ShapeError, Site, Source
+from upstream.shapes import FLAG, SCHEDULE_BATCH, SCHEDULER, FlagUse, MergeShape, Site, Source
 
 Verdict = Literal["not affected", "latent", "affected", "fixed", "unknown"]
 FIXES: Final = {
@@ -26,6 +26,10 @@ FIXES: Final = {
 }
 _MULTIPLEX: Final = "srt/multiplex/multiplexing_mixin.py"
 _WORKER: Final = "srt/managers/tp_worker.py"
+# Where batches are chosen and merged. Elsewhere the flag is that of one forward.
+_SCHEDULING: Final = ("srt/managers", "srt/disaggregation", "srt/multiplex")
+# A request's own flag, and that of a forward that has been chosen.
+_OF_OTHERS: Final = frozenset({"req", "model_worker_batch", "forward_batch"})
 
 
 @dataclass
@@ -62,7 +66,24 @@ def status(tree: Tree) -> list[Status]:
     ShapeError
         If a file that has to be there is not, or is no Python.
     """
-    return [merge_status(tree), copy_status(tree)]
+    return [status_of(tree, pr) for pr in FIXES]
+
+
+def status_of(tree: Tree, pr: int) -> Status:
+    """The verdict on one fix; see `status`."""
+    judges: dict[int, Callable[[Tree], Status]] = {21840: merge_status, 28500: copy_status}
+    return judges[pr](tree)
+
+
+def _naming(tree: Tree, folders: Sequence[str], *words: str) -> Iterator[Source]:
+    """The files of some folders in which one of the words occurs."""
+    wanted = [word.encode() for word in words]
+    for folder in folders:
+        for path in sorted((tree.package / folder).rglob("*.py")):
+            # A link may lead nowhere, and a folder be called so.
+            text = path.read_bytes() if path.is_file() else b""
+            if any(word in text for word in wanted):
+                yield Source(tree.package, path.relative_to(tree.package).as_posix())
 
 
 # --- #21840 -------------------------------------------------------------------------------------
@@ -72,7 +93,13 @@ def merge_status(tree: Tree) -> Status:
     """Whether ``merge_batch`` loses the flag, and whether the scheduler can come to see that."""
     batch = Source(tree.package, SCHEDULE_BATCH)
     shape = shapes.merge_shape(batch)
+    uses = _scheduling_uses(tree)
     if shape.function is None:
+        if uses:
+            reason = (
+                f"{uses[0].place} asks for a flag that no merge_batch in {SCHEDULE_BATCH} knows"
+            )
+            return Status(21840, "unknown", reason, [use.place for use in uses])
         return Status(21840, "not affected", "batches have no is_prefill_only that could be merged")
     if shape.assigned is not None:
         place = batch.place(shape.assigned)
@@ -81,29 +108,39 @@ def merge_status(tree: Tree) -> Status:
         return Status(
             21840, "unknown", f"{place} sets the flag in another way than the AND of both"
         )
-    scheduler = Source(tree.package, SCHEDULER)
-    return _unmerged(tree, shape, shapes.flag_tests(scheduler))
+    return _unmerged(tree, shape, uses)
 
 
-def _unmerged(tree: Tree, shape: MergeShape, tests: dict[str, list[str]]) -> Status:
+def _scheduling_uses(tree: Tree) -> list[FlagUse]:
+    """Where the scheduler reads or sets the flag of a batch."""
+    return [
+        use
+        for source in _naming(tree, _SCHEDULING, FLAG)
+        if source.name != SCHEDULE_BATCH
+        for use in shapes.flag_uses(source)
+        if use.owner not in _OF_OTHERS
+    ]
+
+
+def _unmerged(tree: Tree, shape: MergeShape, uses: Sequence[FlagUse]) -> Status:
     assert shape.function is not None
     lost = f"{shape.source.place(shape.function)} merge_batch keeps the flag of the left side"
-    if running := tests.get("running_batch"):
+    odd = [use for use in uses if use.sets or use.owner not in ("running_batch", "last_batch")]
+    if odd:
+        what = "sets it" if odd[0].sets else "asks for it in a way that is not known"
+        return Status(
+            21840, "unknown", f"{lost}, and {odd[0].place} {what}", [u.place for u in odd]
+        )
+    if running := [use.place for use in uses if use.owner == "running_batch"]:
         reason = f"{lost}, and {running[-1]} skips decode if running_batch has it"
         places = [f"{place} tests running_batch.is_prefill_only" for place in running]
         return Status(21840, "affected", reason, places)
-    if last := tests.get("last_batch"):
-        reason = (
-            f"{lost}, but {last[0]} asks last_batch and merges no scoring batch into running_batch"
-        )
-        reached = list(_ways_around(tree, shape.source))
-        if not reached:
-            reached = ["no way around it was found"]
-        return Status(21840, "latent", reason, reached)
-    if tests.keys() - {"req"}:
-        seen = sorted(place for name, places in tests.items() if name != "req" for place in places)
-        return Status(21840, "unknown", f"{lost}, and {seen[0]} asks a batch of another name", seen)
-    return Status(21840, "not affected", f"{lost}, and the scheduler does not ask for it")
+    if not uses:
+        return Status(21840, "not affected", f"{lost}, and no scheduler asks for it")
+    asks = "asks last_batch and merges no scoring batch into running_batch"
+    reason = f"{lost}, but {uses[0].place} {asks}"
+    reached = list(_ways_around(tree, shape.source)) or ["no way around it was found"]
+    return Status(21840, "latent", reason, reached)
 
 
 def _ways_around(tree: Tree, batch: Source) -> Iterator[str]:
@@ -121,15 +158,14 @@ def _ways_around(tree: Tree, batch: Source) -> Iterator[str]:
     if (tree.package / _MULTIPLEX).is_file():
         source = Source(tree.package, _MULTIPLEX)
         for place, what in shapes.calls_of(source, "merge_batch"):
-            if what == "self.running_batch.merge_batch" and not shapes.flag_tests(source):
+            if what == "self.running_batch.merge_batch" and not shapes.flag_uses(source):
                 yield f"reached with PD multiplexing (--enable-pdmux): {place} merges any batch{then}"
 
 
 def _places_with_flag(tree: Tree, name: str) -> list[str]:
     if not (tree.package / name).is_file():
         return []
-    found = shapes.flag_tests(Source(tree.package, name))
-    return [place for places in found.values() for place in places]
+    return [use.place for use in shapes.flag_uses(Source(tree.package, name))]
 
 
 # --- #28500 -------------------------------------------------------------------------------------
@@ -145,14 +181,30 @@ def all_sites(tree: Tree) -> tuple[list[Site], list[str]]:
     """
     sites: list[Site] = []
     calls: list[str] = []
-    for folder in shapes.FOLDERS:
-        for path in sorted((tree.package / folder).rglob("*.py")):
-            text = path.read_bytes()
-            if b"cumulate_output_tokens" in text or shapes.HELPER.encode() in text:
-                source = Source(tree.package, path.relative_to(tree.package).as_posix())
-                sites += shapes.token_sites(source)
-                calls += shapes.helper_calls(source)
+    for source in _naming(tree, ("srt",), shapes.FEED, shapes.HELPER):
+        if not source.name.startswith(f"{shapes.PENALTIES}/"):
+            sites += shapes.token_sites(source)
+            calls += shapes.helper_calls(source)
     return sites, calls
+
+
+def slow_paths(tree: Tree) -> set[str]:
+    """Of ``decode`` and ``spec_decode``, the steps whose preparation copies tokens in a slow way."""
+    sites, calls = all_sites(tree)
+    slow = [site for site in sites if site.kind in ("blocking", "pageable")]
+    files = [site.source.name for site in slow if not site.is_helper]
+    if any(site.is_helper for site in slow):
+        files += [place.removeprefix("sglang/").rpartition(":")[0] for place in calls]
+    return {"spec_decode" if "/speculative/" in name else "decode" for name in files}
+
+
+_SAID: Final = {
+    "on device": "tokens that are on the device already, which is fine",
+    "blocking": "BLOCKING copy",
+    "pageable": "copy from PAGEABLE memory",
+    "pinned": "pinned, asynchronous copy",
+    "unknown": "UNKNOWN",
+}
 
 
 def copy_status(tree: Tree) -> Status:
@@ -161,8 +213,12 @@ def copy_status(tree: Tree) -> Status:
     by_kind: dict[str, list[Site]] = {}
     for site in sites:
         by_kind.setdefault(site.kind, []).append(site)
-    places = [f"{site.place} {site.function}: {site.kind}" for site in sites]
+    places = [f"{site.place} {site.function}: {_SAID[site.kind]}" for site in sites]
     places += [f"{place} calls the helper" for place in calls]
+    if calls or any(site.is_helper for site in sites):
+        batch = Source(tree.package, SCHEDULE_BATCH)
+        if fault := shapes.helper_fault(batch, sites):
+            return Status(28500, "unknown", fault, places)
     if unknown := by_kind.get("unknown"):
         reason = f"{unknown[0].place} {unknown[0].function} feeds tokens that come from elsewhere"
         return Status(28500, "unknown", reason, places)
@@ -181,10 +237,10 @@ def _why_slow(tree: Tree, slow: Sequence[Site]) -> str:
     barrier = _barrier(tree)
     if barrier is None:
         behind = (
-            "the stream that it is on waits for no forward, so it costs a wait and not a forward"
+            "no barrier behind the forward was found, so it costs a wait for the schedule stream"
         )
     else:
-        behind = f"behind the running forward, since {barrier} lets the schedule stream wait for it"
+        behind = f"behind the running forward, where {barrier} lets the schedule stream wait for it"
     return f"the tokens are copied by {where}; {behind}"
 
 
@@ -192,9 +248,5 @@ def _barrier(tree: Tree) -> str | None:
     """Where the schedule stream is made to wait for the forward stream."""
     if not (tree.package / SCHEDULER).is_file():
         return None
-    source = Source(tree.package, SCHEDULER)
-    found = shapes.calls_of(source, "wait_stream")
+    found = shapes.calls_of(Source(tree.package, SCHEDULER), "wait_stream")
     return next((p for p, what in found if what.endswith("schedule_stream.wait_stream")), None)
-
-
-__all__ = ["FIXES", "ShapeError", "Status", "Verdict", "all_sites", "status"]

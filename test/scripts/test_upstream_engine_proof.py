@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from upstream import engine_proof
-from upstream.engine_proof import Ended, ProofError, compare, judge_merge, run_session
+from upstream.engine_proof import Ended, EngineError, compare, judge_merge, run_session
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -108,7 +108,7 @@ def test_an_engine_finds_its_package_and_none_of_the_callers_settings(
     monkeypatch.setenv("SGLANG_LOG_MS", "1")
     python = python_that(tmp_path, "print(json.dumps([sys.argv, dict(os.environ)])); sys.exit(1)")
     log = tmp_path / "logs" / "merge.log"
-    with pytest.raises(ProofError, match="ended with 1 before it answered"):
+    with pytest.raises(EngineError, match="ended with 1 before it answered"):
         engine_proof.merge_proof(tmp_path / "package", python, log)
     argv, environment = json.loads(log.read_text())
     assert argv[1:6] == ["-m", "lab.upstream_engine", "merge", "--engine", "upstream"]
@@ -117,14 +117,14 @@ def test_an_engine_finds_its_package_and_none_of_the_callers_settings(
         str(REPO / "benchmark"),
     ]
     settings = {k: v for k, v in environment.items() if k.startswith("SGLANG_")}
-    assert settings == {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+    assert settings == {} and environment["PYTHONSAFEPATH"] == "1"
     # What it left behind is gone.
     assert not Path(environment["TMPDIR"]).exists()
 
 
 def test_an_engine_that_does_not_start_in_time_proves_nothing(tmp_path: Path) -> None:
     python = python_that(tmp_path, "print('loading'); time.sleep(600)")
-    with pytest.raises(ProofError, match=r"was stopped before it answered:\nloading"):
+    with pytest.raises(EngineError, match=r"was stopped before it answered:\nloading"):
         engine_proof.merge_proof(tmp_path, python, tmp_path / "log", limit_s=1.0)
 
 
@@ -228,7 +228,7 @@ def test_a_text_that_is_another_one(where: str) -> None:
 
 
 def test_an_engine_that_breaks_in_another_way_proves_nothing() -> None:
-    with pytest.raises(ProofError, match=r"ended with -9 .*\n.*rope_parameters"):
+    with pytest.raises(EngineError, match=r"ended with -9 .*\n.*rope_parameters"):
         judge_merge(None, "AttributeError: no attribute 'rope_parameters'", KILLED)
 
 
@@ -252,9 +252,9 @@ def asked(*texts: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_same_texts() -> None:
-    outcome = compare(asked(text([5, 6]), text([7])), asked(text([5, 6]), text([7])))
+    outcome = compare(asked(text([5, 6]), text([7, 8])), asked(text([5, 6]), text([7, 8])), 2)
     assert outcome.agrees
-    assert (outcome.prompts, outcome.compared, outcome.left_out) == (2, 3, 0)
+    assert (outcome.prompts, outcome.compared, outcome.left_out) == (2, 4, 0)
     assert (outcome.scored, outcome.input_gap, outcome.output_gap) == (1, 0.0, 0.0)
     assert len(outcome.lines()) == 2
 
@@ -265,7 +265,7 @@ def test_a_near_tie_is_told_and_what_is_behind_it_left_out() -> None:
     theirs["best"][1] = [[-0.7, 9], [-0.7001, 6]]
     # Behind the difference nothing counts.
     theirs["chosen"][2] = -8.0
-    outcome = compare(asked(ours), asked(theirs))
+    outcome = compare(asked(ours), asked(theirs), 4)
     assert outcome.agrees
     assert (outcome.compared, outcome.left_out, outcome.output_gap) == (1, 3, 0.0)
     (difference,) = outcome.differences
@@ -287,35 +287,66 @@ def test_a_near_tie_is_told_and_what_is_behind_it_left_out() -> None:
 def test_a_difference_that_is_no_near_tie(our_best: list[Any], their_best: list[Any]) -> None:
     ours, theirs = text([5, 6]), text([5, 9])
     ours["best"][1], theirs["best"][1] = our_best, their_best
-    outcome = compare(asked(ours), asked(theirs))
+    outcome = compare(asked(ours), asked(theirs), 2)
     assert not outcome.agrees
     assert "NO near-tie" in outcome.lines()[-1]
 
 
-def test_a_text_that_ends_early() -> None:
-    outcome = compare(asked(text([5, 6])), asked(text([5])))
-    (difference,) = outcome.differences
-    assert (difference.position, difference.ours, difference.theirs) == (1, 6, None)
+def test_a_near_tie_at_the_first_token_of_all_is_no_agreement() -> None:
+    ours, theirs = text([6, 5]), text([9, 5])
+    ours["best"][0], theirs["best"][0] = [[-0.7, 6], [-0.7, 9]], [[-0.7, 9], [-0.7, 6]]
+    outcome = compare(asked(ours), asked(theirs), 2)
+    assert outcome.differences[0].near_tie and outcome.compared == 0
     assert not outcome.agrees
+
+
+@pytest.mark.parametrize("key", ["output_ids", "chosen", "best", "logprobs"])
+def test_an_answer_that_is_not_whole(key: str) -> None:
+    for whole, side in ((text([5, 6]), "theirs"), (text([5, 6]), "ours")):
+        short = copy.deepcopy(whole)
+        short[key] = short[key][:1]
+        both = [asked(whole), asked(short)]
+        with pytest.raises(EngineError, match=f"{side}"):
+            compare(*(both if side == "theirs" else both[::-1]), 2)
+    empty = asked(text([5, 6])) | {"scoring": {"input_ids": [4], "logprobs": []}}
+    with pytest.raises(EngineError, match="left logprobs of input tokens out"):
+        compare(empty, empty, 2)
 
 
 @pytest.mark.parametrize(
     ("where", "changed"),
-    [("chosen", [-0.5, -0.502]), ("logprobs", [-2.0, -3.002]), ("input_ids", [1, 2, 4])],
+    [
+        ("chosen", [-0.5, -0.502]),
+        ("logprobs", [-2.0, -3.002]),
+        ("input_ids", [1, 2, 4]),
+        ("chosen", [-0.5, float("nan")]),
+        ("logprobs", [float("nan"), -3.0]),
+        ("logprobs", [-2.0, float("nan")]),
+    ],
 )
 def test_what_else_has_to_agree(where: str, changed: list[float]) -> None:
     theirs = copy.deepcopy(text([5, 6]))
-    assert compare(asked(text([5, 6])), asked(theirs)).agrees
+    assert compare(asked(text([5, 6])), asked(theirs), 2).agrees
     theirs[where] = changed
-    assert not compare(asked(text([5, 6])), asked(theirs)).agrees
+    assert not compare(asked(text([5, 6])), asked(theirs), 2).agrees
 
 
 def test_the_scored_text_has_to_agree() -> None:
     theirs = asked(text([5]))
     theirs["scoring"]["logprobs"] = [-1.5]
-    outcome = compare(asked(text([5])), theirs)
+    outcome = compare(asked(text([5])), theirs, 1)
     assert outcome.input_gap == 0.5
     assert not outcome.agrees
+
+
+def test_a_leak_without_the_situation_proves_nothing() -> None:
+    for printed in (
+        ALONE + DEATH,
+        ALONE + MISSED + DEATH,
+        prefill(1200, 0) + prefill(6, 1) + DEATH,
+    ):
+        with pytest.raises(EngineError, match="before it answered"):
+            judge_merge(None, printed, KILLED)
 
 
 def test_the_prompts_are_twenty_texts() -> None:
