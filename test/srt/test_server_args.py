@@ -37,6 +37,7 @@ DEFAULTS = {
     "speculative_num_steps": None,
     "speculative_eagle_topk": None,
     "speculative_num_draft_tokens": None,
+    "penalty_backend": "dense",
     "log_level": None,
 }
 NAN, INF = float("nan"), float("inf")
@@ -83,6 +84,7 @@ GOOD = {
     "disable_overlap_schedule": [True],
     "schedule_conservativeness": [0.01, 1, 3.5],
     "random_seed": [0, 2**63 - 1],
+    "penalty_backend": ["dense", "sparse"],
     "log_level": ["info"],
 }
 
@@ -123,8 +125,21 @@ BAD = {
     "speculative_num_steps": [0, -1, 2.0, "3", True],
     "speculative_eagle_topk": [0, -1, 2.0, "3", True],
     "speculative_num_draft_tokens": [0, 1, -1, 4.0, "4", True],
+    "penalty_backend": [3, b"sparse", "thin", ""],
     "log_level": [3, b"info", "loud", ""],
 }
+
+
+def test_trees_that_sparse_penalties_cannot_hold(spec: Callable[..., ServerArgs]) -> None:
+    from sglang.srt.sampling.penaltylib.sparse_layout import MAX_TOKENS
+
+    large = {"speculative_num_steps": 9, "speculative_eagle_topk": 4}
+    spec(speculative_num_draft_tokens=MAX_TOKENS, penalty_backend="sparse", **large)
+    spec(speculative_num_draft_tokens=MAX_TOKENS + 1, penalty_backend="dense", **large)
+    with pytest.raises(
+        ValueError, match=rf"speculative_num_draft_tokens must be at most {MAX_TOKENS}"
+    ):
+        spec(speculative_num_draft_tokens=MAX_TOKENS + 1, penalty_backend="sparse", **large)
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD.items() for v in values])

@@ -26,6 +26,9 @@ _DTYPES = {
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _SPECULATIVE_ALGORITHMS = ("EAGLE",)
+_PENALTY_BACKENDS = ("dense", "sparse")
+# `sparse_layout.MAX_TOKENS`, which lies on a floor above.
+_MOST_SPARSE_NODES = 64
 
 
 @dataclass
@@ -76,6 +79,9 @@ class ServerArgs:
         Branches of the draft tree; 1 is a chain (default 1).
     speculative_num_draft_tokens : int, optional
         Nodes of the draft tree that are verified, the root included (default num_steps + 1).
+    penalty_backend : {"dense", "sparse"}
+        ``dense`` keeps a row of the vocabulary for each request and penalty, and counts as upstream
+        does. ``sparse`` keeps the tokens that were seen, and is exact in every mode.
     log_level : {"debug", "info", "warning", "error", "critical"}, optional
         Level of the package's logger, which all engines of the process share. None leaves it as it is.
 
@@ -106,6 +112,7 @@ class ServerArgs:
     speculative_num_steps: int | None = None
     speculative_eagle_topk: int | None = None
     speculative_num_draft_tokens: int | None = None
+    penalty_backend: str = "dense"
     log_level: str | None = None
 
     def __post_init__(self) -> None:
@@ -187,6 +194,10 @@ class ServerArgs:
             f"one of {sorted(_DTYPES)} or auto",
         )
         self._require("load_format", self.load_format in _LOAD_FORMATS, f"one of {_LOAD_FORMATS}")
+        backend = self.penalty_backend
+        self._require(
+            "penalty_backend", backend in _PENALTY_BACKENDS, f"one of {_PENALTY_BACKENDS}"
+        )
         self._require("model_path", os.path.isdir(self.model_path), "a directory that exists")
         if ":" in self.device:
             raise ValueError(f"device must be a name without an index, got {self.device!r}")
@@ -255,6 +266,13 @@ class ServerArgs:
             least <= self.speculative_num_draft_tokens <= most,
             f"in [{least}, {most}] with speculative_num_steps={steps} and speculative_eagle_topk={topk}",
         )
+        if self.penalty_backend == "sparse":
+            # One program compares all pairs of a request's nodes.
+            self._require(
+                "speculative_num_draft_tokens",
+                self.speculative_num_draft_tokens <= _MOST_SPARSE_NODES,
+                f"at most {_MOST_SPARSE_NODES} with penalty_backend='sparse'",
+            )
         slots = self.max_total_tokens // self.page_size * self.page_size
         if slots < 2 * self.spec_alloc_len + 2:
             raise ValueError(

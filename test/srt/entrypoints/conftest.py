@@ -102,8 +102,8 @@ class Referee:
     def rows(self, ask: Ask, ids: list[int]) -> torch.Tensor:
         """Logits that each of the tokens `ids` was chosen from, and one row more."""
         rows = self.logits(ask.prompt + ids)[len(ask.prompt) - 1 :].clone()
-        for token, bias in (ask.params.get("logit_bias") or {}).items():
-            rows[:, int(token)] += bias
+        for i, row in enumerate(rows):
+            penalize(row, ask.params, ids[:i])
         return rows
 
     def _judge_tokens(self, ask: Ask, ids: list[int]) -> None:
@@ -139,7 +139,9 @@ class Referee:
         temperature = ask.params.get("temperature", 1.0)
         if temperature == 0 or ask.params.get("top_k") == 1:
             temperature = 1.0
-        behind = torch.log_softmax(rows / temperature, dim=-1)
+        # Of a token that cannot come an engine tells the least number there is, for JSON has no infinity.
+        least = torch.finfo(torch.float32).min
+        behind = torch.log_softmax(rows / temperature, dim=-1).clamp(min=least)
         scoring = ask.params.get("max_new_tokens") == 0
         num_candidates = 1 if scoring and not ask.aborted else len(ids)
         self._compare_tokens(meta["output_token_logprobs"], behind, ids)
@@ -190,6 +192,21 @@ class Referee:
         assert len(named) == (len(rows) if ask.token_ids_logprob is not None else 0)
         for entries, row in zip(named, rows, strict=False):
             self._compare_tokens(entries, row.expand(len(entries), -1), list(ask.token_ids_logprob))
+
+
+def penalize(row: torch.Tensor, params: dict[str, Any], output: list[int]) -> None:
+    """Penalize, bias and mask one row of logits, float64, behind `output`; in plain Python."""
+    for token in set(output):
+        x = row[token].item()
+        x -= params.get("frequency_penalty", 0.0) * output.count(token)
+        x -= params.get("presence_penalty", 0.0)
+        factor = params.get("repetition_penalty", 1.0)
+        row[token] = x * factor if x < 0 else x / factor
+    for token, bias in (params.get("logit_bias") or {}).items():
+        row[int(token)] += bias
+    if len(output) < params.get("min_new_tokens", 0):
+        for token in {EOS, *(params.get("stop_token_ids") or ())}:
+            row[token] = -math.inf
 
 
 # --- The sampler, in plain Python ---------------------------------------------------------------

@@ -51,6 +51,7 @@ class Setup:
     mixed: bool
     tiny: bool
     spec: str
+    penalties: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -60,6 +61,7 @@ class Setup:
             *(["mixed"] if self.mixed else []),
             *(["tiny"] if self.tiny else []),
             self.spec,
+            *(["penalties"] if self.penalties else []),
         ]
         return "-".join(words)
 
@@ -88,6 +90,8 @@ class Setup:
             "max_total_tokens": self.pool,
             "max_running_requests": 6,
         }
+        if self.penalties:
+            arguments["penalty_backend"] = "sparse"
         if self.spec != "none":
             arguments |= {
                 "speculative_algorithm": "EAGLE",
@@ -121,7 +125,38 @@ def _setups() -> list[Setup]:
     return list(dict.fromkeys(found))
 
 
-def draw_ask(rng: random.Random, asks: type, rid: str, tiny: bool) -> Any:
+def _penalty_setups() -> list[Setup]:
+    """The same with penalties, which have to be right wherever a token is counted or forgotten."""
+    shapes = {
+        "none": [(1, -1, False, False), (16, 16, True, True), (1, 8, True, True)],
+        "chain": [(1, -1, False, False), (16, 16, False, True)],
+        "tree": [(1, 8, False, True), (16, -1, False, False), (4, -1, False, True)],
+    }
+    return [
+        Setup(overlap, *shape, spec, penalties=True)
+        for spec, wanted in shapes.items()
+        for overlap in (True, False)
+        for shape in wanted
+    ]
+
+
+def draw_penalties(rng: random.Random) -> dict[str, Any]:
+    """Random penalties: often none, some negative, some that make a request say something new."""
+    params: dict[str, Any] = {}
+    if rng.random() < 0.25:
+        return params
+    if rng.random() < 0.5:
+        params["frequency_penalty"] = rng.choice([rng.uniform(-2, 2), 0.1, 2.0])
+    if rng.random() < 0.5:
+        params["presence_penalty"] = rng.uniform(-2, 2)
+    if rng.random() < 0.5:
+        params["repetition_penalty"] = rng.choice([rng.uniform(0.5, 2), 2.0])
+    if rng.random() < 0.4:
+        params["min_new_tokens"] = rng.randint(0, 12)
+    return params
+
+
+def draw_ask(rng: random.Random, asks: type, rid: str, tiny: bool, penalties: bool = False) -> Any:
     """A random request that wants at least one token; for tiny pools one that grows a lot."""
     lengths = [1, 2, rng.randint(3, 12), rng.randint(13, 18 if tiny else 40)]
     limits = [rng.randint(10, 40) if tiny else rng.randint(6, 24) for _ in range(6)]
@@ -145,6 +180,9 @@ def draw_ask(rng: random.Random, asks: type, rid: str, tiny: bool) -> Any:
         params["ignore_eos"] = True
     if rng.random() < 0.2:
         params["logit_bias"] = {str(t): rng.uniform(-3, 3) for t in rng.sample(range(VOCAB), 4)}
+    if penalties:
+        params |= draw_penalties(rng)
+        params["max_new_tokens"] = max(params["max_new_tokens"], params.get("min_new_tokens", 0))
     ask = asks([rng.randrange(VOCAB) for _ in range(rng.choice(lengths))], params, rid)
     if rng.random() < 0.4:
         ask.return_logprob = True
@@ -293,7 +331,8 @@ def write_script(setup: Setup, asks: type) -> tuple[list[Any], dict[int, list[An
         script.setdefault(step, []).append(as_message(ask, stream=rng.random() < 0.3))
 
     for i in range(24):
-        ask, step = draw_ask(rng, asks, f"r{i}", setup.tiny), rng.randint(2, 30)
+        ask = draw_ask(rng, asks, f"r{i}", setup.tiny, setup.penalties)
+        step = rng.randint(2, 30)
         send(ask, step)
         if rng.random() < 0.25:
             ask.aborted = True
@@ -304,7 +343,7 @@ def write_script(setup: Setup, asks: type) -> tuple[list[Any], dict[int, list[An
     return wanted, script
 
 
-@pytest.mark.parametrize("setup", _setups(), ids=str)
+@pytest.mark.parametrize("setup", _setups() + _penalty_setups(), ids=str)
 def test_each_request_gets_what_it_would_get_alone(
     setup: Setup, paths: Any, asks: type, make_referee: Callable[..., Any], one_thread: Any
 ) -> None:
@@ -326,13 +365,15 @@ _seen: dict[Setup, int] = {}
 
 def test_the_small_pools_were_too_small() -> None:
     """What the matrix is for: retraction, in both loops, with and without speculation."""
-    if len(_seen) < len(_setups()):
+    if len(_seen) < len(_setups() + _penalty_setups()):
         pytest.skip("needs the whole matrix")
-    for spec, overlap in itertools.product(SPECULATION, (True, False)):
+    kinds = itertools.product(SPECULATION, (True, False), (True, False))
+    for spec, overlap, penalties in kinds:
         retractions = {
             setup: count
             for setup, count in _seen.items()
-            if setup.spec == spec and setup.overlap == overlap and setup.tiny
+            if (setup.spec, setup.overlap, setup.penalties) == (spec, overlap, penalties)
+            and setup.tiny
         }
         assert sum(retractions.values()) >= 1, retractions
     assert not any(count for setup, count in _seen.items() if not setup.tiny)
@@ -397,6 +438,8 @@ LIVE = [
     Setup(False, 16, -1, False, True, "none"),
     Setup(True, 1, -1, False, False, "chain"),
     Setup(True, 4, 8, False, True, "tree"),
+    Setup(True, 1, 8, True, True, "none", penalties=True),
+    Setup(True, 4, 8, False, True, "tree", penalties=True),
 ]
 
 
@@ -405,7 +448,7 @@ def test_callers_do_not_notice_each_other(
     setup: Setup, paths: Any, asks: type, make_referee: Callable[..., Any], one_thread: Any
 ) -> None:
     rng = random.Random(f"{setup}{SALT}")
-    wanted = [draw_ask(rng, asks, f"r{i}", setup.tiny) for i in range(24)]
+    wanted = [draw_ask(rng, asks, f"r{i}", setup.tiny, setup.penalties) for i in range(24)]
     with Engine(**setup.arguments(paths), thread_context=one_thread) as engine:
         crowd = Crowd(engine, rng)
         asyncio.run(crowd.run(wanted))

@@ -65,6 +65,7 @@ def test_fields_that_are_rebuilt_are_few() -> None:
         "decoding_reqs",
         "extend_logprob_start_lens",
         "extend_input_logprob_token_ids",
+        "penalty_step",
         "spec_next_token_ids",
     }
     assert "rebuilt-per-step" not in {rule for rule, _ in SAMPLING_RULES.values()}

@@ -50,7 +50,9 @@ def sampling_info(*params: dict[str, Any]) -> SamplingBatchInfo:
         SimpleNamespace(sampling_params=SamplingParams(**p), sampling_seed=i, eos_token_ids={2})
         for i, p in enumerate(params)
     ]
-    return SamplingBatchInfo.from_schedule_batch(SimpleNamespace(reqs=reqs, device=CPU), 40)
+    return SamplingBatchInfo.from_schedule_batch(
+        SimpleNamespace(reqs=reqs, device=CPU, penalty_planner=None), 40
+    )
 
 
 def extend(ids: list[int], prefix: int, slots: list[int], **fields: Any) -> ForwardBatch:

@@ -32,7 +32,7 @@ def make_req(seed: int = 0, eos: Sequence[int] = (), **params: object) -> FakeRe
 def build(
     reqs: Sequence[FakeReq], vocab_size: int, device: torch.device = CPU
 ) -> SamplingBatchInfo:
-    batch = SimpleNamespace(reqs=list(reqs), device=device)
+    batch = SimpleNamespace(reqs=list(reqs), device=device, penalty_planner=None)
     return SamplingBatchInfo.from_schedule_batch(batch, vocab_size)
 
 

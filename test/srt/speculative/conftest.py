@@ -159,7 +159,7 @@ class SpecBench:
     # ---- batches
 
     def sampling_info(self, reqs: list[BenchReq]) -> SamplingBatchInfo:
-        batch = SimpleNamespace(reqs=reqs, device=CPU)
+        batch = SimpleNamespace(reqs=reqs, device=CPU, penalty_planner=None)
         info = SamplingBatchInfo.from_schedule_batch(batch, self.vocab_size)
         return info.copy_for_forward()
 

@@ -26,6 +26,11 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.sampling.penaltylib.sparse_penalties import (
+    PenaltyPlanner,
+    PenaltyRequest,
+    PenaltyStep,
+)
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpecInput, SpeculativeAlgorithm
@@ -283,6 +288,21 @@ class Req:
             self._finish(FINISH_MATCHED_STR(min(found, key=text.find)), length)
         return bool(found)
 
+    def penalty_request(self) -> PenaltyRequest:
+        """What sparse penalties need to know: parameters, and all output there is by now."""
+        params = self.sampling_params
+        return PenaltyRequest(
+            rid=self.rid,
+            slot=self.req_pool_idx,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            repetition_penalty=params.repetition_penalty,
+            min_new_tokens=params.min_new_tokens,
+            stop_token_ids=params.stop_token_ids | self.eos_token_ids,
+            logit_bias=params.logit_bias or {},
+            output_ids=self.output_ids,
+        )
+
     def reset_for_retract(self) -> None:
         """Forget the KV: the request starts over with a prefill of prompt and output."""
         self.retraction_count += 1
@@ -357,6 +377,11 @@ class ScheduleBatch:
     spec_info: SpecInput | None = None
     spec_alloc_len: int = 0
     spec_next_token_ids: torch.Tensor | None = None
+
+    # Sparse penalties: who plans them, if the engine has them, and the plan of the forward that was
+    # prepared last
+    penalty_planner: PenaltyPlanner | None = None
+    penalty_step: PenaltyStep | None = None
 
     # Whether to return hidden states
     return_hidden_states: bool = False
@@ -578,6 +603,39 @@ class ScheduleBatch:
         ).to(self.device, non_blocking=True)
         self.sampling_info.penalizer_orchestrator.cumulate_output_tokens(latest_output_ids)
 
+    def plan_penalties(self, num_steps: int, num_draft_tokens: int) -> None:
+        """Plan the sparse penalties of the forward that has been prepared.
+
+        Parameters
+        ----------
+        num_steps, num_draft_tokens : int
+            Depth and nodes of a draft tree; 0 in an engine that does not speculate.
+
+        Raises
+        ------
+        PenaltyCapacityError
+            If a request needs more room than there is.
+        """
+        planner = self.penalty_planner
+        if planner is None:
+            return
+        extend = self.forward_mode.is_extend()
+        uncommitted = []
+        if extend:
+            for i, req in enumerate(self.reqs):
+                if req is self.chunked_req:
+                    # Its prompt goes on: what is sampled behind this part is no output.
+                    uncommitted.append(i)
+                if req.req_pool_idx not in planner:
+                    planner.admit(req.penalty_request())
+        verifies = num_steps > 0 and not extend
+        self.penalty_step = planner.plan(
+            [req.req_pool_idx for req in self.reqs],
+            max_tokens=num_steps + 1 if verifies else 1,
+            num_draft_tokens=num_draft_tokens if verifies else 0,
+            uncommitted=uncommitted,
+        )
+
     # ---- merge and filter
 
     def filter_batch(
@@ -699,6 +757,7 @@ class ScheduleBatch:
             sampling_info=(
                 self.sampling_info.copy_for_forward() if self.enable_overlap else self.sampling_info
             ),
+            penalty_step=self.penalty_step,
             is_prefill_only=self.is_prefill_only,
             return_hidden_states=self.return_hidden_states,
             spec_info=self.spec_info,
@@ -767,6 +826,8 @@ SCHEDULE_BATCH_RULES: dict[str, str | tuple[str, str]] = {
     "spec_info": "concatenate",
     "spec_alloc_len": ("shared", "a setting of the engine"),
     "spec_next_token_ids": ("rebuilt-per-step", "of a prefill"),
+    "penalty_planner": ("shared", "one planner an engine"),
+    "penalty_step": ("rebuilt-per-step", "of the forward that was prepared last"),
     "return_hidden_states": "any",
     "is_prefill_only": ("all", "one request that decodes is enough for a decode step (#21840)"),
 }

@@ -40,6 +40,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_stream import ForwardHandle
 from sglang.srt.model_executor.generation_result import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.penaltylib.sparse_penalties import (
+    PenaltyPlanner,
+    PenaltyPool,
+    PenaltyState,
+)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.common import ceil_align, get_bool_env_var, get_platform, show_value
@@ -193,12 +198,30 @@ class Scheduler(SchedulerOutputProcessorMixin):
             )
         self.token_to_kv_pool_allocator = allocator
         self.tree_cache = ChunkCache(self.req_to_token_pool, allocator)
+        self._init_penalties()
+
+    def _init_penalties(self) -> None:
+        """Make the state of sparse penalties, one slot for each row of the request pool."""
+        args = self.server_args
+        self.penalty_planner: PenaltyPlanner | None = None
+        self.penalty_state: PenaltyState | None = None
+        self._draft_shape = (0, 0)
+        if not self.spec_algorithm.is_none():
+            self._draft_shape = (args.speculative_num_steps, args.speculative_num_draft_tokens)
+        if args.penalty_backend == "sparse":
+            pool = PenaltyPool(
+                args.max_running_requests, self.model_config.vocab_size, self._draft_shape[1]
+            )
+            self.penalty_planner = PenaltyPlanner(pool, self.device)
+            self.penalty_state = PenaltyState(pool, self.device)
+            self.req_to_token_pool.on_free = self.penalty_planner.release
 
     def _init_workers(self, model_runner_class: type[ModelRunner]) -> None:
         args = self.server_args
         self.model_runner = model_runner_class(
             args, self.model_config, self.device, self.max_total_num_tokens
         )
+        self.model_runner.penalty_state = self.penalty_state
         self.draft_runner = None
         if self.spec_algorithm.is_none():
             self.future_map = FutureMap(args.max_running_requests, self.device)
@@ -237,7 +260,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         return self._new_batch([])
 
     def _new_batch(self, reqs: list[Req], chunked_req: Req | None = None) -> ScheduleBatch:
-        return ScheduleBatch.init_new(
+        batch = ScheduleBatch.init_new(
             reqs,
             self.req_to_token_pool,
             self.token_to_kv_pool_allocator,
@@ -248,6 +271,8 @@ class Scheduler(SchedulerOutputProcessorMixin):
             self.spec_alloc_len,
             chunked_req,
         )
+        batch.penalty_planner = self.penalty_planner
+        return batch
 
     # ---- the loops
 
@@ -489,13 +514,16 @@ class Scheduler(SchedulerOutputProcessorMixin):
         if self.running_batch.is_prefill_only or self.running_batch.batch_is_full:
             self._filter_running_batch()
 
-        new_batch = self.get_new_batch_prefill()
-        if new_batch is not None:
-            return new_batch
-        if self.running_batch.is_empty() or self.running_batch.is_prefill_only:
-            return None
-        self.running_batch = self.update_running_batch(self.running_batch)
-        return None if self.running_batch.is_empty() else self.running_batch
+        batch = self.get_new_batch_prefill()
+        if batch is None:
+            if self.running_batch.is_empty() or self.running_batch.is_prefill_only:
+                return None
+            batch = self.running_batch = self.update_running_batch(self.running_batch)
+            if batch.is_empty():
+                return None
+        # Steps are begun in the order in which they were planned, so this one has to be run.
+        batch.plan_penalties(*self._draft_shape)
+        return batch
 
     def _stash_chunked_request(self) -> None:
         if self.chunked_req.to_finish is not None:
@@ -665,6 +693,8 @@ class Scheduler(SchedulerOutputProcessorMixin):
         """What runs on the forward stream."""
         if record is not None:
             record.forward_start = self.forward_stream.mark()
+        if self.penalty_state is not None:
+            self.penalty_state.begin(forward_batch.penalty_step)
         if forward_batch.input_ids is not None:
             self.future_map.resolve_future(forward_batch)
         result = self.worker.forward_batch_generation(forward_batch)
@@ -682,6 +712,9 @@ class Scheduler(SchedulerOutputProcessorMixin):
         started = time.perf_counter()
         result = handle.wait()
         waited = time.perf_counter()
+        if self.penalty_planner is not None:
+            lens = None if result.accept_lens is None else result.accept_lens.tolist()
+            self.penalty_planner.settle(batch.penalty_step, lens)
         num_tokens = (
             self.process_batch_result_prefill(batch, result)
             if batch.forward_mode.is_extend()
@@ -725,6 +758,11 @@ class Scheduler(SchedulerOutputProcessorMixin):
             raise RuntimeError(
                 "req_to_token_pool memory leak detected: "
                 f"{free} of {self.req_to_token_pool.size} rows are free when idle"
+            )
+        if self.penalty_planner:
+            raise RuntimeError(
+                "penalty pool leak detected: "
+                f"{len(self.penalty_planner)} requests have penalties when idle"
             )
 
     def _unblock(self) -> None:

@@ -12,6 +12,8 @@ Both ranges on the left are given back together, once, by `common.release_kv_cac
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -36,6 +38,8 @@ class ReqToTokenPool:
         # The same memory in one row, for what writes single cells.
         self.flat = self.req_to_token.view(-1)
         self.free_slots = list(range(size))
+        # Told of each row that is given back, before it can be taken again.
+        self.on_free: Callable[[int], None] | None = None
 
     def available_size(self) -> int:
         """Number of free rows."""
@@ -58,6 +62,8 @@ class ReqToTokenPool:
         """
         if req_pool_idx in self.free_slots:
             raise ValueError(f"req_pool_idx {req_pool_idx} is freed twice")
+        if self.on_free is not None:
+            self.on_free(req_pool_idx)
         self.free_slots.append(req_pool_idx)
 
     def clear(self) -> None:

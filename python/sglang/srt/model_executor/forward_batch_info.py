@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.spec_info import SpecInput
 
@@ -124,6 +125,8 @@ class ForwardBatch:
 
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     sampling_info: SamplingBatchInfo | None = None
+    # Sparse penalties of this forward; None without any, and with dense ones.
+    penalty_step: PenaltyStep | None = None
     is_prefill_only: bool = False
 
     return_hidden_states: bool = False

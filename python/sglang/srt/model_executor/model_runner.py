@@ -15,6 +15,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.model_loader import load_model
+from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyState
 from sglang.srt.server_args import ServerArgs
 
 
@@ -66,6 +67,8 @@ class ModelRunner:
         )
         self.logits_processor = LogitsProcessor()
         self.sampler = Sampler()
+        # Sparse penalties of all running requests, in an engine that has them.
+        self.penalty_state: PenaltyState | None = None
         self.model = self.load_model()
 
     def load_model(self) -> torch.nn.Module:
@@ -95,7 +98,7 @@ class ModelRunner:
         Tensor, shape (B,), int64
         """
         self._penalize(logits_output, forward_batch)
-        return self.sampler.forward(
+        next_token_ids = self.sampler.forward(
             logits_output,
             forward_batch.sampling_info,
             forward_batch.return_logprob,
@@ -104,6 +107,10 @@ class ModelRunner:
             # The sampled token's place is behind the last one that ran.
             forward_batch.seq_lens,
         )
+        if self.penalty_state is not None:
+            # On the device, where it is known first: no step can miss it.
+            self.penalty_state.commit(forward_batch.penalty_step, next_token_ids)
+        return next_token_ids
 
     def compute_logprobs_only(
         self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
@@ -131,3 +138,5 @@ class ModelRunner:
         """Make the logits float32, and penalize and bias them."""
         logits_output.next_token_logits = logits_output.next_token_logits.float()
         forward_batch.sampling_info.apply_logits_bias(logits_output.next_token_logits)
+        if self.penalty_state is not None:
+            self.penalty_state.apply(forward_batch.penalty_step, logits_output.next_token_logits)

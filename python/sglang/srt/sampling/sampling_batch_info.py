@@ -93,9 +93,11 @@ class SamplingBatchInfo:
         """Read the sampling parameters of ``batch.reqs``.
 
         Three copies to the device without penalties and bias, one more where some rows but not all need
-        filters; all of them asynchronous. Penalties start from nothing: as in upstream, a request that
-        comes back from a retraction has lost its counts.
+        filters; all of them asynchronous. Dense penalties start from nothing: as in upstream, a request
+        that comes back from a retraction has lost its counts. With sparse ones there are neither
+        penalties nor bias here.
         """
+        is_sparse = batch.penalty_planner is not None
         params = [req.sampling_params for req in batch.reqs]
         needs = [_needs_of(p) for p in params]
         floats = to_device_async(
@@ -122,9 +124,11 @@ class SamplingBatchInfo:
             row_needs=needs,
             device=batch.device,
             penalizer_orchestrator=penaltylib.BatchedPenalizerOrchestrator(
-                vocab_size, batch, PENALIZERS
+                vocab_size, batch, () if is_sparse else PENALIZERS
             ),
-            logit_bias=_build_logit_bias(batch.reqs, vocab_size, batch.device),
+            logit_bias=(
+                None if is_sparse else _build_logit_bias(batch.reqs, vocab_size, batch.device)
+            ),
         )
 
     def __len__(self) -> int:

@@ -45,6 +45,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_tree import (
     DraftCandidates,
+    DraftTree,
     accept_path,
     beam_self_masks,
     expand_local_mask,
@@ -313,13 +314,15 @@ class EAGLEWorkerV2:
             spec_info=verify_input,
         )
         output = self.target_runner.forward(verify_batch)
-        target_tokens = self._sample_nodes(output, forward_batch, positions + 1)
+        target_tokens = self._sample_nodes(output, forward_batch, tree, positions + 1)
         path = accept_path(tree, target_tokens, self.num_steps)
         if self.topk > 1:
             tgt_loc, src_loc = path_move_locs(node_locs, locs[:, : self.num_steps + 1], path)
             self.target_runner.token_to_kv_pool.move_kv_cache(tgt_loc, src_loc)
 
         next_token_ids = target_tokens.gather(1, path.nodes)
+        if (penalties := self.target_runner.penalty_state) is not None:
+            penalties.commit(forward_batch.penalty_step, next_token_ids, path.accept_lens)
         features = _rows_of(output.hidden_states, path.nodes)
         return VerifyResult(
             logits_output=self._path_output(
@@ -331,12 +334,20 @@ class EAGLEWorkerV2:
         )
 
     def _sample_nodes(
-        self, output: LogitsProcessorOutput, forward_batch: ForwardBatch, positions: torch.Tensor
+        self,
+        output: LogitsProcessorOutput,
+        forward_batch: ForwardBatch,
+        tree: DraftTree,
+        positions: torch.Tensor,
     ) -> torch.Tensor:
         """The target's token behind each node, shape (B, D); its place is `positions`, (B, D)."""
         sampling_info = forward_batch.sampling_info
         logits = output.next_token_logits = output.next_token_logits.float()
         sampling_info.apply_logits_bias(logits, repeat=self.num_draft_tokens)
+        if (penalties := self.target_runner.penalty_state) is not None:
+            # At each node, its own token and those of its ancestors count as if they were output.
+            penalties.stage(forward_batch.penalty_step, tree.tokens)
+            penalties.apply(forward_batch.penalty_step, logits, tree.ancestor_mask)
         if not sampling_info.is_all_greedy:
             sampling_info = sampling_info.repeat(self.num_draft_tokens)
         tokens = self.target_runner.sampler.forward(
