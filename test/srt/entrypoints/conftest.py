@@ -139,7 +139,7 @@ class Referee:
         temperature = ask.params.get("temperature", 1.0)
         if temperature == 0 or ask.params.get("top_k") == 1:
             temperature = 1.0
-        # Of a token that cannot come an engine tells the least number there is, for JSON has no infinity.
+        # JSON has no infinity: of a token that cannot come an engine tells the least number there is.
         least = torch.finfo(torch.float32).min
         behind = torch.log_softmax(rows / temperature, dim=-1).clamp(min=least)
         scoring = ask.params.get("max_new_tokens") == 0
