@@ -20,13 +20,14 @@ themselves. By where its tokens come from it is
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
 HELPER: Final = "cumulate_penalty_output_tokens"
 FEED: Final = "cumulate_output_tokens"
@@ -48,6 +49,28 @@ class ShapeError(RuntimeError):
     """A file is not what can be read or changed; the message names the place."""
 
 
+class _Parsed:
+    """A file's syntax trees. The lossless one is made when it is asked for: most files need none."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.tree = ast.parse(content)
+
+    @functools.cached_property
+    def wrapper(self) -> MetadataWrapper:
+        return MetadataWrapper(cst.parse_module(self.content), unsafe_skip_copy=True)
+
+    @functools.cached_property
+    def positions(self) -> Mapping[cst.CSTNode, CodeRange]:
+        return self.wrapper.resolve(PositionProvider)
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(content: bytes) -> _Parsed:
+    # By content: a copy of a tree has the same files.
+    return _Parsed(content)
+
+
 class Source:
     """A Python file, parsed, with the lines of its nodes.
 
@@ -67,21 +90,29 @@ class Source:
     def __init__(self, package: Path, name: str) -> None:
         self.package, self.name, self.path = package, name, package / name
         try:
-            content = self.path.read_bytes()
-            module = cst.parse_module(content)
             # What is newer than this Python cannot be judged by it.
-            self.tree = ast.parse(content)
+            self._parsed = _parsed(self.path.read_bytes())
         except OSError as error:
             raise ShapeError(f"{name} cannot be read: {error}") from error
-        except (cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError) as error:
+        except (SyntaxError, ValueError, RecursionError) as error:
             raise ShapeError(f"{name} cannot be parsed: {error}") from error
-        wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-        self.module = wrapper.module
-        self._positions = wrapper.resolve(PositionProvider)
+        self.tree = self._parsed.tree
+
+    @property
+    def module(self) -> cst.Module:
+        """The file as a lossless syntax tree."""
+        try:
+            return self._parsed.wrapper.module
+        except (cst.ParserSyntaxError, ValueError, RecursionError) as error:
+            raise ShapeError(f"{self.name} cannot be parsed: {error}") from error
+
+    def mentions(self, word: str) -> bool:
+        """Whether a word occurs in the text."""
+        return word.encode() in self._parsed.content
 
     def line(self, node: cst.CSTNode) -> int:
         """Where a node begins."""
-        return self._positions[node].start.line
+        return self._parsed.positions[node].start.line
 
     def place(self, node: cst.CSTNode) -> str:
         """``sglang/srt/...py:line`` of a node."""
@@ -110,8 +141,11 @@ def canonical(text: str) -> str:
 
 def find_class(source: Source, name: str) -> cst.ClassDef | None:
     """The one class of that name in a file; None if there is none or are several."""
-    found = [node for node in walk(source.module, cst.ClassDef) if node.name.value == name]
-    return found[0] if len(found) == 1 else None
+    nodes = [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef) and n.name == name]
+    if len(nodes) != 1:
+        return None
+    top = [n for n in source.module.body if isinstance(n, cst.ClassDef) and n.name.value == name]
+    return top[0] if top else None
 
 
 def find_method(owner: cst.ClassDef, name: str) -> cst.FunctionDef | None:
@@ -374,7 +408,7 @@ class Site:
 
 def token_sites(source: Source) -> list[Site]:
     """All sites of a file, in order."""
-    if FEED not in source.module.code:
+    if not source.mentions(FEED):
         return []
     visitor = _Sites(source)
     source.module.visit(visitor)
@@ -586,7 +620,10 @@ def _uses(root: cst.CSTNode, name: str) -> int:
 
 
 def walk(root: cst.CSTNode, kind: type[Node]) -> Iterator[Node]:
-    for child in root.children:
-        if isinstance(child, kind):
-            yield child
-        yield from walk(child, kind)
+    """The nodes of a kind below another one, in the order of the text."""
+    waiting = list(reversed(root.children))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, kind):
+            yield node
+        waiting.extend(reversed(node.children))

@@ -129,7 +129,7 @@ def _penalty_setups() -> list[Setup]:
     """The same with penalties, which have to be right wherever a token is counted or forgotten."""
     shapes = {
         "none": [(1, -1, False, False), (16, 16, True, True), (1, 8, True, True)],
-        "chain": [(1, -1, False, False), (16, 16, False, True)],
+        "chain": [(1, -1, False, False), (16, 16, False, True), (1, -1, False, True)],
         "tree": [(1, 8, False, True), (16, -1, False, False), (4, -1, False, True)],
     }
     return [

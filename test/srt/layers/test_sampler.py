@@ -41,7 +41,7 @@ def info_of(rows: Sequence[dict], vocab_size: int, seeds: Sequence[int] | None =
         for row, seed in zip(rows, seeds or range(len(rows)), strict=True)
     ]
     return SamplingBatchInfo.from_schedule_batch(
-        SimpleNamespace(reqs=reqs, device=device), vocab_size
+        SimpleNamespace(reqs=reqs, device=device, penalty_planner=None), vocab_size
     )
 
 
