@@ -264,7 +264,7 @@ def prefilled(
 
     reqs = [_request(first + i, *given) for i, given in enumerate(zip(prompts, params))]
     for req in reqs:
-        _begin(req, room.cache)
+        begin(req, room.cache)
     config = SimpleNamespace(
         vocab_size=VOCAB_SIZE,
         is_encoder_decoder=False,
@@ -298,10 +298,10 @@ def _request(number: int, prompt: Sequence[int], params: Mapping[str, Any]) -> A
     return req
 
 
-def _begin(req: Any, cache: Any) -> None:
-    """Let the next prefill take a request's whole prompt, as admission does."""
+def begin(req: Any, cache: Any) -> None:
+    """Let the next prefill take all that a request has, prompt and output, as admission does."""
     req.init_next_round_input(cache)
-    length = len(req.origin_input_ids)
+    length = len(req.origin_input_ids) + len(req.output_ids)
     if hasattr(req, "set_extend_range"):
         req.set_extend_range(0, length)
     elif hasattr(req, "fill_len"):

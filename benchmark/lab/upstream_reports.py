@@ -365,14 +365,7 @@ def _readmitted(req: Any, batch: Any, room: upstream.Memory) -> Any:
     """A new batch of a request that was retracted, prefilled with what it has put out."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    req.init_next_round_input(room.cache)
-    length = len(req.origin_input_ids) + len(req.output_ids)
-    if hasattr(req, "set_extend_range"):
-        req.set_extend_range(0, length)
-    elif hasattr(req, "fill_len"):
-        req.fill_len = length
-    elif hasattr(req, "extend_end"):
-        req.extend_end = length
+    upstream.begin(req, room.cache)
     again = ScheduleBatch.init_new(
         [req],
         room.pool,

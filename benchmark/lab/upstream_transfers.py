@@ -18,13 +18,9 @@ import torch
 from lab import fake_device, upstream
 from lab.audit_transfers import PENALTIES
 from lab.transfer_ledger import TransferLedger
-from lab.workloads import DRAFT_SHAPES
+from lab.upstream_proofs import SPECULATION
 
 ALL_PENALTIES = PENALTIES["all"] | {"stop_token_ids": [5, 7]}
-SPECULATION = DRAFT_SHAPES["chain"] | {
-    "speculative_algorithm": "EAGLE",
-    "speculative_num_draft_tokens": 4,
-}
 SIZE = 4
 
 

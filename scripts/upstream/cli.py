@@ -32,6 +32,8 @@ from upstream.releases import ReleaseError
 from upstream.shapes import ShapeError
 from upstream.status import FIXES, Status, status
 
+Done = pick.Picked | port.Ported
+
 # Exit statuses. 2 is argparse's.
 OK: Final = 0
 FAILED: Final = 1
@@ -260,8 +262,8 @@ def _add_branch(sub: argparse.ArgumentParser) -> None:
 def _add_pick(verbs: Any) -> None:
     text = (
         "Cherry-pick (-x) the fix commits of this repository onto a branch of a checkout.\n"
-        "It is tried in a temporary working tree first, in order. At a conflict nothing is changed. "
-        "What is\nchecked out stays as it was."
+        "It is tried in a temporary repository first, in order. At a conflict nothing is changed. What "
+        "is\nchecked out stays as it was, unless it is that branch."
     )
     examples = "--fix 21840 ~/sglang\n--dry-run ~/sglang"
     sub = _add(verbs, "pick", _pick, text, examples)
@@ -273,16 +275,12 @@ def _add_pick(verbs: Any) -> None:
 
 def _pick(args: argparse.Namespace) -> int:
     done = pick.pick(find_tree(args.tree), _fixes(args), args.branch, dry_run=args.dry_run)
-    changed = any(one.commit for one in done)
-    if args.json:
-        branch = args.branch if changed else None
-        _print_json({"branch": branch, "fixes": [one.as_dict() for one in done]})
-    else:
-        for one in done:
-            what = f" as {one.commit[:10]}" if one.commit else ""
-            where = f" in {', '.join(one.conflicts)}" if one.conflicts else ""
-            print(f"#{one.pr} ({one.source[:10]}): {one.outcome}{what}{where}")
-        print(_after_picking(done, args))
+    lines = []
+    for one in done:
+        what = f" as {one.commit[:10]}" if one.commit else ""
+        where = f" in {', '.join(one.conflicts)}" if one.conflicts else ""
+        lines.append(f"#{one.pr} ({one.source[:10]}): {one.outcome}{what}{where}")
+    _tell(args, done, [*lines, _after_picking(done, args)])
     return CONFLICT if pick.conflicts(done) else OK
 
 
@@ -298,14 +296,21 @@ def _after_picking(done: Sequence[pick.Picked], args: argparse.Namespace) -> str
             fixes = [word for pr in fits for word in ("--fix", pr)]
             lines += ["What fits can be picked alone:", f"  {_again('pick', *fixes, args.tree)}"]
         return "\n".join(lines)
-    return _where(
-        any(one.commit for one in done), any(one.outcome == pick.FITS for one in done), args
-    )
+    return _where(done, any(one.outcome == pick.FITS for one in done), args)
 
 
-def _where(changed: bool, would: bool, args: argparse.Namespace) -> str:
+def _tell(args: argparse.Namespace, done: Sequence[Done], lines: Sequence[str]) -> None:
+    """Print what became of the fixes, which are on the branch if any has a commit."""
+    if args.json:
+        branch = args.branch if any(one.commit for one in done) else None
+        _print_json({"branch": branch, "fixes": [one.as_dict() for one in done]})
+    else:
+        print(*lines, sep="\n")
+
+
+def _where(done: Sequence[Done], would: bool, args: argparse.Namespace) -> str:
     """What has become of the branch."""
-    if changed:
+    if any(one.commit for one in done):
         name = merge_name(args.tree, args.branch)
         return f"They are on the branch {args.branch}. Unless you are on it: git merge {name}"
     return "Nothing was changed: it was a dry run." if would else "Nothing to do."
@@ -317,8 +322,8 @@ def _where(changed: bool, would: bool, args: argparse.Namespace) -> str:
 def _add_port(verbs: Any) -> None:
     text = (
         "Write the fixes into a tree by their meaning, whatever shape it has.\n"
-        "One commit each on a branch; what is checked out stays as it was. Where a shape is not known, "
-        "nothing is\nchanged and the place is told."
+        "One commit each on a branch; what is checked out stays as it was, unless it is that branch. "
+        "Where a\nshape is not known, nothing is changed and the place is told."
     )
     examples = "~/sglang\n--diff ~/venv/lib/python3.12/site-packages/sglang > fixes.patch"
     sub = _add(verbs, "port", _port, text, examples)
@@ -338,23 +343,14 @@ def _port(args: argparse.Namespace) -> int:
     if args.diff:
         return _port_diff(tree, args)
     done = port.port(tree, _fixes(args), args.branch, dry_run=args.dry_run)
-    changed = any(one.commit for one in done)
-    if args.json:
-        branch = args.branch if changed else None
-        _print_json({"branch": branch, "fixes": [one.as_dict() for one in done]})
-    else:
-        for one in done:
-            print(_ported_line(one))
-            for shape in one.shapes:
-                print(f"    {shape}")
-        print(_after_porting(done, changed, args))
+    _tell(args, done, [*map(_ported_lines, done), _after_porting(done, args)])
     return UNKNOWN_SHAPE if port.unknown(done) else OK
 
 
-def _after_porting(done: Sequence[port.Ported], changed: bool, args: argparse.Namespace) -> str:
+def _after_porting(done: Sequence[port.Ported], args: argparse.Namespace) -> str:
     portable = [one.pr for one in done if one.outcome == port.PORTABLE]
     if not port.unknown(done):
-        return _where(changed, bool(portable), args)
+        return _where(done, bool(portable), args)
     lines = ["Nothing was changed. docs/backporting.md says how to do it by hand."]
     if portable:
         fixes = [word for pr in portable for word in ("--fix", pr)]
@@ -362,8 +358,9 @@ def _after_porting(done: Sequence[port.Ported], changed: bool, args: argparse.Na
     return "\n".join(lines)
 
 
-def _ported_line(one: port.Ported) -> str:
-    return f"#{one.pr}: {one.outcome}" + (f" as {one.commit[:10]}" if one.commit else "")
+def _ported_lines(one: port.Ported) -> str:
+    first = f"#{one.pr}: {one.outcome}" + (f" as {one.commit[:10]}" if one.commit else "")
+    return "\n    ".join([first, *one.shapes])
 
 
 def _port_diff(tree: Any, args: argparse.Namespace) -> int:
@@ -376,7 +373,7 @@ def _port_diff(tree: Any, args: argparse.Namespace) -> int:
         sys.stdout.buffer.write(patch.encode(errors="surrogateescape"))
         sys.stdout.flush()
     for one in done:
-        _say(_ported_line(one) + "".join(f"\n    {shape}" for shape in one.shapes))
+        _say(_ported_lines(one))
     return UNKNOWN_SHAPE if port.unknown(done) else OK
 
 
@@ -416,7 +413,7 @@ def _add_prove(verbs: Any) -> None:
     text = (
         "Run real code of a tree before and after the fixes, and print what came of it.\n"
         "The tree is not changed: what has the fixes is a copy. No GPU is needed. An environment for it "
-        "is made in\n.cache/upstream if there is none (1.4 GB; fetch --remove removes it)."
+        "is made in\n.cache/upstream if there is none (1.4 GB; fetch --remove-environments removes it)."
     )
     examples = "~/sglang\n--engine --scenario merge .cache/upstream/0.5.10rc0"
     sub = _add(verbs, "prove", _prove, text, examples)

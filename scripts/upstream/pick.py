@@ -2,7 +2,7 @@
 
 Everything happens in a temporary repository first. Only if all of it went well does a branch get it, so
 that the checkout stays as it was, whatever comes. Conflicts are never resolved here: with
-``-X theirs`` git would take this project's slice for upstream's file, and delete the rest of it.
+``-X theirs`` git takes lines of this project's slice for upstream's, and ends without an error.
 """
 
 from __future__ import annotations

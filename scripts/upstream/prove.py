@@ -2,7 +2,7 @@
 
 The tree with the fixes is a copy. What runs is ``lab.upstream_proofs`` (batches, pools and penalties of
 the release, ported fixes, seconds) and, if asked, ``lab.upstream_engine`` (the whole Engine with a real
-model, with fixes that are cherry-picked where they fit), in interpreters of their own.
+model, and the fix of the flag alone, cherry-picked where it fits), in interpreters of their own.
 """
 
 from __future__ import annotations
@@ -315,13 +315,15 @@ def _prove_merge(tree: Tree, python: Path, verdict: str, say: Say) -> Proof:
         return outcome
 
     before = after = run(tree.package.parent, "before")
-    with fixed_copy(tree, [21840], pick_or_port_one) as (copy, how):
-        # Where nothing is to be fixed there is nothing else to run.
-        if how[21840] not in (pick.FIXED, "not affected"):
+    how = pick.FIXED if verdict == "fixed" else verdict
+    # Where nothing is to be fixed there is nothing else to run.
+    if verdict not in ("fixed", "not affected"):
+        with fixed_copy(tree, [21840], pick_or_port_one) as (copy, hows):
+            how = hows[21840]
             after = run(copy.package.parent, "after")
     say(f"our engine: {logs['ours']}")
     ours = engine_proof.our_text(logs["ours"])
-    proof = judge_engine(before, after, ours, how[21840], verdict)
+    proof = judge_engine(before, after, ours, how, verdict)
     proof.logs = [str(log) for log in logs.values() if log.is_file()]
     return proof
 

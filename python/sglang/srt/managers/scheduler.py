@@ -712,7 +712,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         started = time.perf_counter()
         result = handle.wait()
         waited = time.perf_counter()
-        if self.penalty_planner is not None:
+        if batch.penalty_step is not None:
             lens = None if result.accept_lens is None else result.accept_lens.tolist()
             self.penalty_planner.settle(batch.penalty_step, lens)
         num_tokens = (

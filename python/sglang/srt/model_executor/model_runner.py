@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -15,8 +17,10 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.model_loader import load_model
-from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyState
 from sglang.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyState
 
 
 class ModelRunner:
