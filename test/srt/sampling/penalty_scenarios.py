@@ -38,6 +38,14 @@ def half_precision(make_rig: MakeRig) -> None:
     rig.decode([0], [4])
 
 
+def changes_of_sign(make_rig: MakeRig) -> None:
+    """What decides between product and quotient is the sign that subtraction leaves."""
+    rig = make_rig()
+    rig.admit(0, [9] * 50 + list(range(300)), **ALL)
+    rig.admit(1, range(300), presence_penalty=-2.0, repetition_penalty=1.9)
+    rig.decode([0, 1], [3, 3])
+
+
 def bias_after_scaling(make_rig: MakeRig) -> None:
     """A bias is added to what was scaled, and on tokens that were not seen too."""
     rig = make_rig()
@@ -266,6 +274,7 @@ def _params(draw: random.Random) -> dict[str, object]:
 SCENARIOS: tuple[Callable[[MakeRig], None], ...] = (
     plain_decoding,
     half_precision,
+    changes_of_sign,
     bias_after_scaling,
     short_outputs,
     long_chains,

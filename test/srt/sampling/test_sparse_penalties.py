@@ -1,8 +1,9 @@
 """Sparse penalties against a float64 reference, and what they promise about memory, copies and bits.
 
-Everything here holds for each backend. On the CPU that is torch; where ``TRITON_INTERPRET=1`` is set
-before Triton is imported it is Triton, interpreted (test_sparse_penalties_interpreted.py does that in a
-process of its own). On a GPU both run on it.
+Everything here holds for each backend. On the CPU these are torch and numba; where
+``TRITON_INTERPRET=1`` is set before Triton is imported it is Triton, interpreted
+(test_sparse_penalties_interpreted.py does that in a process of its own). On a GPU torch and Triton run
+on it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ GPU = [
     pytest.param((backend, "cuda"), marks=pytest.mark.gpu, id=f"{backend}-gpu")
     for backend in ("torch", "triton")
 ]
-HERE = [pytest.param(("triton" if IS_INTERPRETED else "torch", "cpu"), id="cpu")]
+BACKENDS = ["triton"] if IS_INTERPRETED else ["torch", "numba"]
+HERE = [pytest.param((backend, "cpu"), id=f"{backend}-cpu") for backend in BACKENDS]
 
 
 @pytest.fixture(params=HERE if IS_INTERPRETED else HERE + GPU)
@@ -131,9 +133,8 @@ class _Machine(RuleBasedStateMachine):
     slots = 4
     tokens = st.one_of(st.integers(0, 5), st.integers(-1, 300))
 
-    @initialize()
-    def start(self) -> None:
-        backend = "triton" if IS_INTERPRETED else "torch"
+    @initialize(backend=st.sampled_from(BACKENDS))
+    def start(self, backend: str) -> None:
         self.rig = Rig(backend, 300, 6, self.slots, initial_entries=PAGE)
 
     @rule(data=st.data(), history=st.sampled_from([0, 1, 125, 255]))
@@ -251,10 +252,10 @@ def test_bits_depend_on_nothing_but_the_request(make_rig: MakeRig) -> None:
             assert torch.equal(row.view(torch.int32), wanted[slot].view(torch.int32))
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="compares the interpreted kernels with torch")
-def test_both_backends_give_the_same_bits() -> None:
+def test_backends_give_the_same_bits() -> None:
+    """Torch and, in a process that interprets it, Triton; torch and numba else."""
     for seed in range(4):
-        rigs = [Rig(backend, max_draft_tokens=8) for backend in ("torch", "triton")]
+        rigs = [Rig(backend, max_draft_tokens=8) for backend in ("torch", BACKENDS[-1])]
         draw = random.Random(seed)
         history = [draw.randrange(600) for _ in range(300)]
         rows = []

@@ -22,9 +22,9 @@ from penalty_scenarios import (
     MakeRig,
     bias_after_scaling,
     branching_trees,
+    changes_of_sign,
     foreign_tokens,
     growing_lists,
-    half_precision,
     long_chains,
     long_lists,
     many_tokens_a_step,
@@ -41,6 +41,7 @@ from sglang.srt.sampling import penaltylib
 
 PACKAGE = Path(penaltylib.__file__).parent
 TORCH = "torch_ops.py"
+NUMBA = "numba_ops.py"
 PLANNER = "sparse_penalties.py"
 TRITON = "triton_ops/sparse_penalties.py"
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -148,7 +149,7 @@ MUTANTS: tuple[Mutant, ...] = (
     fault(
         "sign before subtraction",
         TORCH,
-        half_precision,
+        changes_of_sign,
         ("torch.where(scaled < 0,", "torch.where(values < 0,"),
     ),
     fault(
@@ -271,6 +272,136 @@ MUTANTS: tuple[Mutant, ...] = (
         mixed_batches,
         ("bool(self._has_flags[rows.slots].any())", "bool(self._has_flags[rows.slots].all())"),
     ),
+    # --- numba
+    fault(
+        "ancestor off by one",
+        NUMBA,
+        long_chains,
+        (
+            "staged_counts[draft_entries[slot, inner]] += 1",
+            "staged_counts[draft_entries[slot, inner - 1]] += 1",
+        ),
+    ),
+    fault(
+        "root counted twice",
+        NUMBA,
+        long_chains,
+        ("for inner in range(1, num_nodes):", "for inner in range(num_nodes):", 2),
+        ("(commit or k > 0)", "(commit or k >= 0)"),
+    ),
+    fault(
+        "ways are cut short",
+        NUMBA,
+        long_chains,
+        ("for _ in range(num_nodes):", "for _ in range(num_nodes - 2):"),
+    ),
+    fault(
+        "a node's counts are left to the next one",
+        NUMBA,
+        branching_trees,
+        ("staged_counts[draft_entries[slot, inner]] = 0", "pass"),
+    ),
+    fault(
+        "committed behind a stale tail",
+        NUMBA,
+        rejected_drafts,
+        (
+            "length = headers[slot, NUM_ENTRIES]\n        num =",
+            "length = headers[slot, NUM_STAGED]\n        num =",
+        ),
+    ),
+    fault(
+        "counts of a stale tail or an old owner",
+        NUMBA,
+        reused_slots,
+        ("                    metas[place] = 0\n", ""),
+    ),
+    fault(
+        "min_new_tokens off by one",
+        NUMBA,
+        short_outputs,
+        ("is_short = num_output < headers", "is_short = num_output <= headers"),
+    ),
+    fault(
+        "nodes do not get nearer to min_new_tokens",
+        NUMBA,
+        long_chains,
+        ("                    num_output += 1\n", ""),
+    ),
+    fault(
+        "bias before scaling",
+        NUMBA,
+        bias_after_scaling,
+        (
+            "                    if meta & BIAS:\n                        x += biases[first + i]\n",
+            "",
+        ),
+        (
+            "                    if count > 0:\n",
+            "                    if meta & BIAS:\n                        x += biases[first + i]\n"
+            "                    if count > 0:\n",
+        ),
+    ),
+    fault(
+        "presence per count",
+        NUMBA,
+        plain_decoding,
+        ("frequency * float32(count) + presence", "(frequency + presence) * float32(count)"),
+    ),
+    fault(
+        "sign before subtraction",
+        NUMBA,
+        changes_of_sign,
+        (
+            "x -= frequency * float32(count) + presence\n",
+            "is_negative = x < 0\n"
+            "                        x -= frequency * float32(count) + presence\n",
+        ),
+        (
+            "                        is_negative = x < 0\n                        x *=",
+            "                        x *=",
+        ),
+    ),
+    fault(
+        "repeated tokens of a step counted once",
+        NUMBA,
+        many_tokens_a_step,
+        ("% PAGE] += 1", "% PAGE] += 0 if token in tokens[row, :k] else 1"),
+    ),
+    fault("lens ignored", NUMBA, many_tokens_a_step, ("num = max(min(num, lens[row]), 0)", "pass")),
+    fault(
+        "uncommitted rows commit",
+        NUMBA,
+        uncommitted_rows,
+        ("num = min(num, index[LIMIT, column])", "pass"),
+    ),
+    fault(
+        "vocabulary one too long",
+        NUMBA,
+        foreign_tokens,
+        ("0 <= token < vocab_size", "0 <= token <= vocab_size"),
+    ),
+    fault(
+        "a list's second page unread",
+        NUMBA,
+        long_lists,
+        (
+            "return start + hit\n    return -1",
+            "return start + hit\n        return -1\n    return -1",
+        ),
+    ),
+    fault(
+        "rows of other requests",
+        NUMBA,
+        mixed_batches,
+        ("token = tokens[row, k]", "token = tokens[column, k]"),
+    ),
+    fault(
+        "an old pool is written after growth",
+        NUMBA,
+        growing_lists,
+        ("if self._pool_of is not tables.biases:", "if self._pool_of is None:"),
+    ),
     # --- Triton
     fault(
         "ancestor off by one",
@@ -342,7 +473,7 @@ MUTANTS: tuple[Mutant, ...] = (
     fault(
         "sign before subtraction",
         TRITON,
-        half_precision,
+        changes_of_sign,
         ("tl.where(scaled < 0,", "tl.where(x < 0,"),
     ),
     fault(
@@ -397,7 +528,7 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def test_there_are_enough_faults() -> None:
-    for module in (TORCH, PLANNER, TRITON):
+    for module in (TORCH, NUMBA, PLANNER, TRITON):
         assert sum(mutant.module == module for mutant in MUTANTS) >= 10
 
 
@@ -429,6 +560,8 @@ def mutate(tmp_path: Path) -> Iterator[object]:
 def rig_of(mutant: Mutant, module: ModuleType) -> MakeRig:
     if mutant.module == TORCH:
         return lambda *args, **pool: Rig("torch", *args, ops=module.TorchPenaltyOps(), **pool)
+    if mutant.module == NUMBA:
+        return lambda *args, **pool: Rig("torch", *args, ops=module.NumbaPenaltyOps(), **pool)
     if mutant.module == TRITON:
         return lambda *args, **pool: Rig("triton", *args, ops=module.TritonPenaltyOps(), **pool)
     return partial(Rig, "torch", module=module)

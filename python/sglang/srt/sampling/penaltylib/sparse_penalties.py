@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -654,8 +655,8 @@ class PenaltyState:
     pool : PenaltyPool
         The planner's.
     device : torch.device
-    backend : {"auto", "torch", "triton"}
-        Triton is chosen on a GPU if it is installed, torch else.
+    backend : {"auto", "torch", "triton", "numba"}
+        Chosen if they are installed: Triton on a GPU, numba on the CPU; torch else.
 
     Attributes
     ----------
@@ -843,11 +844,19 @@ class PenaltyState:
 
 def _make_ops(backend: str, tables: PenaltyTables) -> TorchPenaltyOps:
     if backend == "auto":
-        backend = "triton" if tables.tokens.is_cuda and is_triton_available() else "torch"
+        backend = "torch"
+        if tables.tokens.is_cuda and is_triton_available():
+            backend = "triton"
+        elif tables.tokens.is_cpu and find_spec("numba") is not None:
+            backend = "numba"
     if backend == "torch":
         return TorchPenaltyOps()
+    if backend == "numba":
+        from sglang.srt.sampling.penaltylib.numba_ops import NumbaPenaltyOps
+
+        return NumbaPenaltyOps()
     if backend != "triton":
-        raise ValueError(f"backend must be auto, torch or triton, got {backend!r}")
+        raise ValueError(f"backend must be auto, torch, triton or numba, got {backend!r}")
     from sglang.srt.sampling.penaltylib.triton_ops.sparse_penalties import TritonPenaltyOps
 
     return TritonPenaltyOps()
