@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import tempfile
@@ -82,6 +83,7 @@ def audit(
     phase: str = "decode",
     batch_size: int = 4,
     mode: str = "record",
+    penalty_backend: str | None = None,
     **engine_args: Any,
 ) -> Audit:
     """Run an engine under a ledger.
@@ -99,6 +101,8 @@ def audit(
     batch_size : int
     mode : {"record", "raise"}
         See `TransferLedger`.
+    penalty_backend : {"dense", "sparse"}, optional
+        The engine's default by default. Commits that have no choice yet have dense penalties.
     **engine_args
         For the engine.
     """
@@ -127,6 +131,7 @@ def audit(
             **PENALTIES[penalties],
         }
         engine_args = {"max_total_tokens": 4096, "dtype": "float32"} | engine_args
+        engine_args |= _backend_args(penalty_backend)
         with (
             one_thread(),
             TransferLedger(mode=mode, allow=MEANT) as ledger,
@@ -162,6 +167,16 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _backend_args(penalty_backend: str | None) -> dict[str, str]:
+    from sglang.srt.server_args import ServerArgs
+
+    if any(field.name == "penalty_backend" for field in dataclasses.fields(ServerArgs)):
+        return {} if penalty_backend is None else {"penalty_backend": penalty_backend}
+    if penalty_backend == "sparse":
+        raise ValueError("this commit of the package has no sparse penalties")
+    return {}
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
@@ -172,6 +187,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--speculative", choices=("none", *DRAFT_SHAPES), default="none")
     parser.add_argument("--penalties", choices=tuple(PENALTIES), default="none")
+    parser.add_argument(
+        "--penalty-backend", choices=("sparse", "dense"), help="instead of the engine's default"
+    )
     parser.add_argument("--steps", type=int, default=8, help="decode steps to look at")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--normal", action="store_true", help="the loop without overlap")
@@ -200,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.steps,
         args.phase,
         args.batch_size,
+        penalty_backend=args.penalty_backend,
         disable_overlap_schedule=args.normal,
     )
     if args.json:

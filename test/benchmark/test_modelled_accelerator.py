@@ -24,6 +24,7 @@ from lab.modelled_accelerator import (
 )
 from lab.workloads import CASES, OVERLAP, Session
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.server_args import ServerArgs
 
 # --- Numbers ------------------------------------------------------------------------------------
 
@@ -121,6 +122,9 @@ def test_a_line_that_blocks_waits_once_a_step(
 ) -> None:
     sites = frozenset([copy_site()] if blocks else [])
     monkeypatch.setattr(modelled_accelerator, "blocking_sites", lambda *_: sites)
+    # Dense penalties run this line in every step.
+    make = ServerArgs.from_kwargs
+    monkeypatch.setattr(ServerArgs, "from_kwargs", lambda **a: make(penalty_backend="dense", **a))
     case = CASES[f"overlap/{shape}-b8-t2ms"].shortened()
     with Session(case.setup, tmp_path) as session:
         found = session.run_round(case)

@@ -37,7 +37,7 @@ DEFAULTS = {
     "speculative_num_steps": None,
     "speculative_eagle_topk": None,
     "speculative_num_draft_tokens": None,
-    "penalty_backend": "dense",
+    "penalty_backend": "sparse",
     "log_level": None,
 }
 NAN, INF = float("nan"), float("inf")

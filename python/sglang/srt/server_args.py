@@ -79,9 +79,9 @@ class ServerArgs:
         Branches of the draft tree; 1 is a chain (default 1).
     speculative_num_draft_tokens : int, optional
         Nodes of the draft tree that are verified, the root included (default num_steps + 1).
-    penalty_backend : {"dense", "sparse"}
-        ``dense`` keeps a row of the vocabulary for each request and penalty, and counts as upstream
-        does. ``sparse`` keeps the tokens that were seen, and is exact in every mode.
+    penalty_backend : {"sparse", "dense"}
+        ``sparse`` keeps the tokens that were seen, and is exact in every mode. ``dense`` keeps a row of
+        the vocabulary for each request and penalty, and counts as upstream does: for comparison.
     log_level : {"debug", "info", "warning", "error", "critical"}, optional
         Level of the package's logger, which all engines of the process share. None leaves it as it is.
 
@@ -112,7 +112,7 @@ class ServerArgs:
     speculative_num_steps: int | None = None
     speculative_eagle_topk: int | None = None
     speculative_num_draft_tokens: int | None = None
-    penalty_backend: str = "dense"
+    penalty_backend: str = "sparse"
     log_level: str | None = None
 
     def __post_init__(self) -> None:

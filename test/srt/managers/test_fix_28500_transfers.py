@@ -1,6 +1,7 @@
 """#28500, seen by the transfer ledger: what a whole engine's decode step copies, and whether it waits.
 
-The engine runs on the fake device with all penalties on. `prove_fixes` holds what these tests say on the
+The engine runs on the fake device with all penalties on, dense ones, which every commit since the fixes
+has. `prove_fixes` holds what these tests say on the
 parent of the fix against the reasons given here: the construction that blocks, at its file, with the
 text of its line.
 """
@@ -65,7 +66,7 @@ def token_rows(found: Audit) -> list[dict[str, Any]]:
     ],
 )
 def test_no_copy_of_a_decode_step_blocks(speculative: str) -> None:
-    found = audit(speculative, "all", steps=STEPS)
+    found = audit(speculative, "all", steps=STEPS, penalty_backend="dense")
     assert found.steps == STEPS
     rows = [r for r in found.as_dict()["rows"] if r["blocking"] and not r["allowed"]]
     # The message is what is looked for on the parent.
@@ -78,7 +79,7 @@ def test_no_copy_of_a_decode_step_blocks(speculative: str) -> None:
 @pytest.mark.proves_fix(reason=r"the copy is .*pageable.*, not asynchronous from pinned memory")
 @pytest.mark.parametrize("speculative", ["none", "chain", "tree"])
 def test_the_tokens_go_in_one_pinned_copy_a_step(speculative: str) -> None:
-    found = audit(speculative, "all", steps=STEPS)
+    found = audit(speculative, "all", steps=STEPS, penalty_backend="dense")
     rows = token_rows(found)
     assert len(rows) == 1, rows
     (row,) = rows
@@ -91,4 +92,4 @@ def test_the_tokens_go_in_one_pinned_copy_a_step(speculative: str) -> None:
 
 @pytest.mark.parametrize("speculative", ["none", "chain", "tree"])
 def test_without_penalties_nothing_is_copied_for_them(speculative: str) -> None:
-    assert token_rows(audit(speculative, "none", steps=STEPS)) == []
+    assert token_rows(audit(speculative, "none", steps=STEPS, penalty_backend="dense")) == []

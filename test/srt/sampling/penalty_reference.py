@@ -101,7 +101,7 @@ class Rig:
     Parameters
     ----------
     backend : str
-        "torch" or "triton".
+        "torch", "numba" or "triton".
     vocab_size, max_draft_tokens : int
     module : module
         Where planner and state come from, for mutated ones.
@@ -167,6 +167,21 @@ class Rig:
                 self.outputs[slot].append(token)
         self._settle(step, None)
         return logits
+
+    def feed(
+        self, slots: Sequence[int], tokens: Sequence[int], uncommitted: Sequence[int] = ()
+    ) -> None:
+        """One plain step to which the host gives the tokens that the one before has sampled."""
+        fed = torch.tensor(tokens, device=self.device)
+        step = self._plan(slots, uncommitted=uncommitted, fed_tokens=fed)
+        for row, (slot, token) in enumerate(zip(slots, tokens)):
+            if row not in uncommitted and slot in self.outputs:
+                self.outputs[slot].append(token)
+        self.assert_counts()
+        self._apply_and_check(step, [(slot, []) for slot in slots], None)
+        # What this step samples is not counted before it is fed.
+        self.state.commit(step, torch.full_like(fed, 9))
+        self._settle(step, None)
 
     def verify(
         self,

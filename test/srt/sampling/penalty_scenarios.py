@@ -163,6 +163,20 @@ def uncommitted_rows(make_rig: MakeRig) -> None:
     rig.assert_counts()
 
 
+def tokens_from_the_host(make_rig: MakeRig) -> None:
+    """Tokens that come with the next step count before it penalizes, in rows that commit."""
+    rig = make_rig(initial_entries=128)
+    rig.admit(0, range(126), min_new_tokens=129, stop_token_ids={3}, **ALL)
+    rig.admit(1, **ALL)
+    rig.decode([0, 1], [5, 5], uncommitted=[0, 1])
+    for token in (300, 301, 302, 300):
+        rig.feed([1, 0, -1], [token, token, 7])
+    rig.admit(2, [4, 4], frequency_penalty=1.0)
+    rig.feed([2, 0, 1], [0, 8, 9], uncommitted=[0])
+    rig.feed([1, 2], [9, 4])
+    rig.assert_counts()
+
+
 def retractions(make_rig: MakeRig) -> None:
     """All that a request has said counts again when it comes back, in whatever slot."""
     rig = make_rig()
@@ -284,6 +298,7 @@ SCENARIOS: tuple[Callable[[MakeRig], None], ...] = (
     growing_lists,
     many_tokens_a_step,
     uncommitted_rows,
+    tokens_from_the_host,
     retractions,
     foreign_tokens,
     mixed_batches,

@@ -577,6 +577,12 @@ def test_a_static_step_takes_the_rows_of_others(make_rig: MakeRig) -> None:
             assert_row(logits[row].cpu(), given[row].cpu(), rig.outputs[slot], rig.requests[slot])
             rig.outputs[slot].append(5 + row)
         rig.assert_counts()
+    fed = torch.tensor([8, 8, 7], device=rig.device)
+    rig.state.begin(rig.planner.plan([1, 0, -1], fed_tokens=fed), into=static)
+    rig.state.commit(static, tokens)  # which the next step will be given
+    for slot in (0, 1):
+        rig.outputs[slot].append(8)
+    rig.assert_counts()
     assert static.index.data_ptr() == address
     small = rig.state.static_step(1)
     with pytest.raises(ValueError, match="2 rows"):

@@ -34,6 +34,7 @@ from penalty_scenarios import (
     retractions,
     reused_slots,
     short_outputs,
+    tokens_from_the_host,
     uncommitted_rows,
 )
 
@@ -211,6 +212,18 @@ MUTANTS: tuple[Mutant, ...] = (
         PLANNER,
         growing_lists,
         ("if grown or admitted:", "if admitted:"),
+    ),
+    fault(
+        "tokens from the host count twice",
+        PLANNER,
+        tokens_from_the_host,
+        ("if step is None or step.fed_tokens is not None or not step.commits:", "if step is None:"),
+    ),
+    fault(
+        "tokens from the host are those of the step before",
+        PLANNER,
+        tokens_from_the_host,
+        ("return self._with_tokens(self._last_step, fed_tokens)", "return self._last_step"),
     ),
     fault(
         "an owner's header is left to the next one",

@@ -112,7 +112,8 @@ class ModelRunner:
             forward_batch.seq_lens,
         )
         if self.penalty_state is not None:
-            # On the device, where it is known first: no step can miss it.
+            # On the device, where it is known first: no step can miss it. Without overlap it comes
+            # from the host instead, with the next step.
             self.penalty_state.commit(forward_batch.penalty_step, next_token_ids)
         return next_token_ids
 

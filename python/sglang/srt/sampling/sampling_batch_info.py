@@ -56,8 +56,8 @@ class SamplingBatchInfo:
         What each row needs, on the host, from which the flags above follow. Never changed in place.
     filtered_rows : Tensor, shape (number of rows that need a filter,), int64, or None
         Which rows those are, where they are some but not all.
-    penalizer_orchestrator : BatchedPenalizerOrchestrator or None
-        None in what a forward gets.
+    penalizer_orchestrator : BatchedPenalizerOrchestrator, SparsePenalizerOrchestrator or None
+        None in what a forward gets under overlap.
     acc_additive_penalties, acc_scaling_penalties : Tensor, shape (B, vocab_size), float32, or None
         The penalties of one forward.
     logit_bias : Tensor, shape (B, vocab_size), float32, or None
@@ -72,7 +72,9 @@ class SamplingBatchInfo:
     vocab_size: int
     row_needs: list[int]
     device: torch.device
-    penalizer_orchestrator: penaltylib.BatchedPenalizerOrchestrator | None = None
+    penalizer_orchestrator: (
+        penaltylib.BatchedPenalizerOrchestrator | penaltylib.SparsePenalizerOrchestrator | None
+    ) = None
     acc_additive_penalties: torch.Tensor | None = None
     acc_scaling_penalties: torch.Tensor | None = None
     logit_bias: torch.Tensor | None = None
@@ -95,7 +97,7 @@ class SamplingBatchInfo:
         Three copies to the device without penalties and bias, one more where some rows but not all need
         filters; all of them asynchronous. Dense penalties start from nothing: as in upstream, a request
         that comes back from a retraction has lost its counts. With sparse ones there are neither
-        penalties nor bias here.
+        penalties nor bias here, only the way of the tokens to them.
         """
         is_sparse = batch.penalty_planner is not None
         params = [req.sampling_params for req in batch.reqs]
@@ -123,8 +125,10 @@ class SamplingBatchInfo:
             vocab_size=vocab_size,
             row_needs=needs,
             device=batch.device,
-            penalizer_orchestrator=penaltylib.BatchedPenalizerOrchestrator(
-                vocab_size, batch, () if is_sparse else PENALIZERS
+            penalizer_orchestrator=(
+                penaltylib.SparsePenalizerOrchestrator(batch)
+                if is_sparse
+                else penaltylib.BatchedPenalizerOrchestrator(vocab_size, batch, PENALIZERS)
             ),
             logit_bias=(
                 None if is_sparse else _build_logit_bias(batch.reqs, vocab_size, batch.device)
@@ -212,7 +216,9 @@ class SamplingBatchInfo:
 
     def _accumulate_penalties(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         orchestrator = self.penalizer_orchestrator
-        if orchestrator is None or not orchestrator.is_required:
+        if not isinstance(orchestrator, penaltylib.BatchedPenalizerOrchestrator):
+            return None, None
+        if not orchestrator.is_required:
             return None, None
         additive = None
         if orchestrator.needs_additive:

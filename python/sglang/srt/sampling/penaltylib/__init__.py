@@ -8,6 +8,7 @@ from sglang.srt.sampling.penaltylib.repetition_penalty import (
     BatchedRepetitionPenalizer,
     apply_scaling_penalties,
 )
+from sglang.srt.sampling.penaltylib.sparse_orchestrator import SparsePenalizerOrchestrator
 
 __all__ = [
     "BatchedFrequencyPenalizer",
@@ -15,5 +16,6 @@ __all__ = [
     "BatchedPenalizerOrchestrator",
     "BatchedPresencePenalizer",
     "BatchedRepetitionPenalizer",
+    "SparsePenalizerOrchestrator",
     "apply_scaling_penalties",
 ]

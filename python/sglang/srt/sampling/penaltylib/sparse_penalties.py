@@ -254,6 +254,11 @@ class PenaltyStep:
         What changes in the pool.
     has_flags : bool
         Whether any request has a bias or masked stop tokens.
+    commits : bool
+        Whether any row's tokens become output.
+    fed_tokens : Tensor, shape (B,), int64, or None
+        The rows' tokens where the host knew them: committed when the step begins, and what it samples
+        is left to the next one.
     is_padded : bool
         Whether slots of -1 occur, whose columns mean nothing.
     host : _Rows or None
@@ -268,6 +273,8 @@ class PenaltyStep:
     total_pages: int
     update: PenaltyUpdate | None = None
     has_flags: bool = True
+    commits: bool = True
+    fed_tokens: torch.Tensor | None = None
     is_padded: bool = False
     host: _Rows | None = field(default=None, repr=False)
 
@@ -438,6 +445,7 @@ class PenaltyPlanner:
         max_tokens: int = 1,
         num_draft_tokens: int = 0,
         uncommitted: Collection[int] = (),
+        fed_tokens: torch.Tensor | None = None,
     ) -> PenaltyStep | None:
         """Plan the next forward.
 
@@ -451,6 +459,9 @@ class PenaltyPlanner:
             Nodes of the draft trees that it verifies, 0 if it verifies none.
         uncommitted : collection of int
             Rows whose tokens do not become output, such as prefill chunks before the last.
+        fed_tokens : Tensor, shape (B,), int64, optional
+            On the device: the rows' latest tokens, which the forward before has sampled. They are
+            what this step commits then, one a row, and not what its own forward samples.
 
         Returns
         -------
@@ -474,7 +485,7 @@ class PenaltyPlanner:
             return None
         grown = self._reserve(rows)
         if is_same and not grown:
-            return self._last_step
+            return self._with_tokens(self._last_step, fed_tokens)
         admitted = [self._records[slot] for slot in rows.slots.tolist()]
         admitted = [record for record in admitted if not record.is_admitted]
         step = self._make_step(key, rows, grown, admitted)
@@ -483,7 +494,14 @@ class PenaltyPlanner:
             record.metas = {}  # the device has them now
         self._last_key, self._last_rows = key, rows
         self._last_step = replace(step, update=None)
-        return step
+        return self._with_tokens(step, fed_tokens)
+
+    @staticmethod
+    def _with_tokens(step: PenaltyStep, fed_tokens: torch.Tensor | None) -> PenaltyStep:
+        if fed_tokens is None:
+            return step
+        _check(fed_tokens, (step.batch_size,), "fed_tokens")
+        return replace(step, fed_tokens=fed_tokens)
 
     def settle(self, step: PenaltyStep | None, lens: Sequence[int] | None = None) -> None:
         """Note what a forward has committed, so that no more than that keeps its room.
@@ -621,6 +639,7 @@ class PenaltyPlanner:
             total_pages=sum(num_pages),
             update=update,
             has_flags=bool(self._has_flags[rows.slots].any()),
+            commits=bool(rows.limits.any()),
             host=rows,
         )
 
@@ -688,7 +707,7 @@ class PenaltyState:
         return self.tables.nbytes
 
     def begin(self, step: PenaltyStep | None, into: PenaltyStep | None = None) -> None:
-        """Bring in what the step's forward finds changed: requests, and pages of lists that grew.
+        """Bring in what the step's forward finds changed: requests, pages of lists that grew, tokens.
 
         Parameters
         ----------
@@ -706,9 +725,14 @@ class PenaltyState:
         """
         if into is not None:
             self._fill(into, step)
-        if step is None or step.update is None:
+        if step is None:
             return
-        update = step.update
+        if step.update is not None:
+            self._update(step.update)
+        if step.fed_tokens is not None:
+            self._ops.ingest(self.tables, step, step.fed_tokens.unsqueeze(1), None, commit=True)
+
+    def _update(self, update: PenaltyUpdate) -> None:
         if update.number != self._num_updates + 1:
             raise PenaltyStepError(
                 f"update {update.number} of the penalties follows number {self._num_updates}"
@@ -735,8 +759,12 @@ class PenaltyState:
         lens : Tensor, shape (B,), int64 or int32, optional
             How many tokens of each row count, from the first. All of them by default. Where the planner
             was told that a row commits nothing, nothing counts.
+
+        Notes
+        -----
+        Does nothing for a step that was given its tokens, or commits nothing.
         """
-        if step is None:
+        if step is None or step.fed_tokens is not None or not step.commits:
             return
         tokens = tokens.unsqueeze(1) if tokens.dim() == 1 else tokens
         _check(tokens, (step.batch_size, step.max_tokens), "tokens")
@@ -829,6 +857,9 @@ class PenaltyState:
             if step.num_rows > static.num_rows:
                 raise ValueError(f"{step.num_rows} rows for a step of {static.num_rows}")
             static.index[:, : step.num_rows].copy_(step.index)
+            if step.fed_tokens is not None:
+                # They are what this step commits, and `begin` has done it.
+                static.index[layout.LIMIT].zero_()
 
     def _resize(self, num_pages: int) -> None:
         tables, size = self.tables, num_pages * PAGE
