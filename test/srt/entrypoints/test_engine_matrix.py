@@ -126,17 +126,18 @@ def _setups() -> list[Setup]:
 
 
 def _penalty_setups() -> list[Setup]:
-    """The same with penalties, which have to be right wherever a token is counted or forgotten."""
-    shapes = {
-        "none": [(1, -1, False, False), (16, 16, True, True), (1, 8, True, True)],
-        "chain": [(1, -1, False, False), (16, 16, False, True), (1, -1, False, True)],
-        "tree": [(1, 8, False, True), (16, -1, False, False), (4, -1, False, True)],
-    }
+    """All of it with penalties, which have to be right wherever a token is counted or forgotten.
+
+    In a tiny pool requests are retracted. In each, requests come alone and in groups, join those that
+    decode, and leave or are aborted beside others.
+    """
     return [
-        Setup(overlap, *shape, spec, penalties=True)
-        for spec, wanted in shapes.items()
-        for overlap in (True, False)
-        for shape in wanted
+        Setup(overlap, page, max(8, page) if chunked else -1, mixed, tiny, spec, penalties=True)
+        for spec, page, overlap, tiny in itertools.product(
+            SPECULATION, (1, 16), (True, False), (True, False)
+        )
+        for chunked, mixed in ((False, False), (True, False), (True, True))
+        if spec == "none" or not mixed
     ]
 
 

@@ -525,6 +525,9 @@ def test_what_is_refused(make_rig: MakeRig) -> None:
         PenaltyPool(1, 10, 65)
     with pytest.raises(ValueError, match="slots"):
         PenaltyPool(0, 10)
+    with pytest.raises(ValueError, match="entries at most"):
+        PenaltyPool(1, 10, max_entries=1 << 31)
+    assert PenaltyPool(1 << 16, 1 << 17).max_pages == (1 << 31) // PAGE - 1
     step = rig.planner.plan([0, 1], num_draft_tokens=3)
     rig.state.begin(step)
     zeros = partial(torch.zeros, device=rig.device)

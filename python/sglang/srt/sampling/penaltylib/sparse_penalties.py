@@ -139,7 +139,7 @@ class PenaltyPool:
         Most distinct tokens of a request, staged ones included. The vocabulary by default, so that no
         request ever has too many.
     max_entries : int, optional
-        Most entries of all requests. By default what all slots may need.
+        Most entries of all requests. By default what all slots may need, or what int32 can number.
     initial_entries : int
         What is there from the beginning. With `max_entries` the tensors never move, which a captured
         CUDA graph needs.
@@ -157,7 +157,7 @@ class PenaltyPool:
             raise ValueError(f"a pool needs slots and a vocabulary, got {self}")
         if self.max_draft_tokens > layout.MAX_TOKENS:
             raise ValueError(f"trees may have {layout.MAX_TOKENS} nodes at most, got {self}")
-        if self.max_pages * PAGE > _INT32_MAX:
+        if self.max_entries is not None and self.max_pages * PAGE > _INT32_MAX:
             raise ValueError(f"a pool may have {_INT32_MAX} entries at most, got {self}")
 
     @property
@@ -171,7 +171,8 @@ class PenaltyPool:
     def max_pages(self) -> int:
         """Most pages of the pool, the two that nobody has included."""
         if self.max_entries is None:
-            return FIRST_PAGE + self.num_slots * self.pages_per_slot
+            most = FIRST_PAGE + self.num_slots * self.pages_per_slot
+            return min(most, _INT32_MAX // PAGE)  # places are int32
         return FIRST_PAGE + ceil_div(self.max_entries, PAGE)
 
     @property
