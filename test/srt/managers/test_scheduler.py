@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 LOOPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 PAGES = pytest.mark.parametrize("page_size", [1, 4], ids=["page1", "page4"])
@@ -184,6 +186,32 @@ def test_requests_that_are_not_valid_are_answered(overlap: bool, stepper: MakeSt
     last = s.last(bad)
     assert last.finished_reason == FINISH_ABORT("input_ids must be integers in [0, 40), got 40")
     assert last.output_ids == []
+    s.finish()
+    assert s.reason(a) == "length"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_token_ids", 5),
+        ("min_new_tokens", "x"),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", {40: 1.0}),
+    ],
+)
+def test_parameters_that_were_set_by_hand_are_checked(
+    field: str, value: object, stepper: MakeStepper
+) -> None:
+    """In a request that did not come through an Engine."""
+    s = stepper()
+    a = s.send(3, max_new_tokens=3)
+    params = SamplingParams(max_new_tokens=3)
+    setattr(params, field, value)
+    s.scheduler.submit_request(TokenizedGenerateReqInput("bad", [4, 5], params))
+    s.step()
+    reason = s.last("bad").finished_reason.to_json()
+    assert reason["type"] == "abort" and reason["message"].startswith(field)
     s.finish()
     assert s.reason(a) == "length"
 

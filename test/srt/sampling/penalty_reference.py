@@ -118,6 +118,7 @@ class Rig:
         max_draft_tokens: int = 0,
         num_slots: int = 8,
         device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
         module: ModuleType = sparse_penalties,
         ops: object = None,
         **pool: int,
@@ -128,7 +129,7 @@ class Rig:
         self.state = module.PenaltyState(self.pool, device, backend)
         self.state._ops = ops or self.state._ops
         self.device = device
-        self.dtype = torch.float32
+        self.dtype = dtype
         self.requests: dict[int, Any] = {}
         self.outputs: dict[int, list[int]] = {}
         self.in_flight: deque[tuple[Any, list[int] | None]] = deque()

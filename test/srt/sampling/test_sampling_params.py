@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 NAN, INF = math.nan, math.inf
+DURATIONS = [np.timedelta64(1, "ns"), np.timedelta64(1, "s"), np.timedelta64("NaT")]
 
 FLOAT_RANGES = {  # low, high, is low allowed
     "temperature": (0.0, None, True),
@@ -102,6 +103,7 @@ def test_float_ranges(field: str) -> None:
         torch.ones(()),
     ]
     bad += [decimal.Decimal(1), fractions.Fraction(1), np.array(0.5), np.array([0.5])]
+    bad += DURATIONS
     for value in bad:
         message = refused(**{field: value})
         assert "got " in message
@@ -129,7 +131,7 @@ def test_integers(field: str) -> None:
         assert type(getattr(SamplingParams(**{field: value}), field)) is int
     for value in (1.0, np.float64(1), NAN, INF, True, False, np.True_, "1", "", [1], {}, 1j, Shy()):
         refused(**{field: value})
-    for value in (torch.ones((), dtype=torch.int64), decimal.Decimal(1), np.array(1)):
+    for value in (torch.ones((), dtype=torch.int64), decimal.Decimal(1), np.array(1), *DURATIONS):
         refused(**{field: value})
 
 
@@ -180,6 +182,7 @@ def test_stop() -> None:
     assert SamplingParams(stop=[]).stop_strs == []
     for value in ("", [""], ["a", ""], ["a", None], [1], 1, b"a", {"a": 1}, {"a"}, "\ud800", True):
         refused(stop=value)
+    assert refused(stop=["a"] * 100 + [7]).endswith("got 7")
 
 
 def test_stop_token_ids() -> None:
@@ -198,8 +201,10 @@ def test_stop_token_ids() -> None:
         {1: 2},
         [[1]],
         np.array([1]),
+        DURATIONS,
     ):
         refused(stop_token_ids=value)
+    assert refused(stop_token_ids=[*range(100), 1.5]).endswith("got 1.5")
 
 
 def test_logit_bias() -> None:
@@ -208,9 +213,9 @@ def test_logit_bias() -> None:
     assert all(type(k) is int and type(v) is float for k, v in bias.items())
     assert SamplingParams(logit_bias={}).logit_bias is None
     keys = (-1, "-1", "+1", " 1", "1 ", "1.0", "", "x", "٣", "²", 1.0, True, None, (1,), "9" * 5000)
-    for key in keys:
+    for key in (*keys, DURATIONS[0]):
         refused(logit_bias={key: 1.0})
-    for value in (NAN, INF, -INF, 1e300, "1", None, True, [1], 1j):
+    for value in (NAN, INF, -INF, 1e300, "1", None, True, [1], 1j, *DURATIONS):
         assert "logit_bias[5]" in refused(logit_bias={5: value})
     for value in ([5], "5", 5, [(5, 1.0)], {5, 6}):
         refused(logit_bias=value)
@@ -223,6 +228,18 @@ def test_verify_checks_the_vocabulary() -> None:
         SamplingParams(stop_token_ids=[100]).verify(100)
     with pytest.raises(ValueError, match=r"logit_bias .*\[0, 100\), got 100"):
         SamplingParams(logit_bias={"100": 1.0}).verify(100)
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "stop_strs", "logit_bias"])
+def test_a_copy_is_checked(name: str) -> None:
+    params = SamplingParams(stop=["a", "bc"], stop_token_ids=[1, 2], logit_bias={3: 1.0})
+    assert params.checked_copy() == params
+    for value in (5, 1.5, "", b"x", [NAN]):
+        setattr(params, name, value)
+        with pytest.raises(ValueError, match=f"{name.removesuffix('_strs')} must be .*got "):
+            params.checked_copy()
+    setattr(params, name, None)
+    assert not getattr(params.checked_copy(), name)
 
 
 def test_unknown_names_are_listed() -> None:

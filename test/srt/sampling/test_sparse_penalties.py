@@ -36,17 +36,24 @@ from sglang.srt.sampling.penaltylib.sparse_penalties import (
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = [
-    pytest.param((backend, "cuda"), marks=pytest.mark.gpu, id=f"{backend}-gpu")
-    for backend in ("torch", "triton")
+    pytest.param(
+        (backend, "cuda", dtype), marks=pytest.mark.gpu, id=f"{backend}-gpu-{str(dtype)[6:]}"
+    )
+    for backend, dtype in (
+        ("torch", torch.float32),
+        ("triton", torch.float32),
+        ("triton", torch.float16),
+        ("triton", torch.bfloat16),
+    )
 ]
 BACKENDS = ["triton"] if IS_INTERPRETED else ["torch", "numba"]
-HERE = [pytest.param((backend, "cpu"), id=f"{backend}-cpu") for backend in BACKENDS]
+HERE = [pytest.param((backend, "cpu", torch.float32), id=f"{backend}-cpu") for backend in BACKENDS]
 
 
 @pytest.fixture(params=HERE if IS_INTERPRETED else HERE + GPU)
 def make_rig(request: pytest.FixtureRequest) -> MakeRig:
-    backend, device = request.param
-    return partial(Rig, backend, device=torch.device(device))
+    backend, device, dtype = request.param
+    return partial(Rig, backend, device=torch.device(device), dtype=dtype)
 
 
 # --- Against the reference --------------------------------------------------------------------

@@ -450,7 +450,7 @@ class _Call:
             TokenizedGenerateReqInput(
                 rid=uuid.uuid4().hex if spread["rid"][i] is None else spread["rid"][i],
                 input_ids=self._encode(prompts[i]),
-                sampling_params=self._params(spread["sampling_params"][i]),
+                sampling_params=self._params(i, spread["sampling_params"][i]),
                 stream=stream,
                 return_logprob=_flag("return_logprob", spread["return_logprob"][i]),
                 logprob_start_len=_default(spread["logprob_start_len"][i], -1),
@@ -465,7 +465,7 @@ class _Call:
         for index, request in enumerate(self.requests):
             error = engine.scheduler.check_request(request)
             if error is not None:
-                raise ValueError(error if self.is_single else f"prompt {index}: {error}")
+                raise ValueError(self._at(index, error))
             request.is_checked = True
         self.unfinished = set(range(n))
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
@@ -523,15 +523,20 @@ class _Call:
                 f"prompt must be valid Unicode, got {show_value(prompt[:100])}"
             ) from None
 
-    def _params(self, given: Any) -> SamplingParams:
-        if isinstance(given, SamplingParams):
-            params = given.checked_copy()
-        elif given is None or isinstance(given, dict):
-            params = SamplingParams.from_dict(given or {})
-        else:
-            raise ValueError(f"sampling_params must be a dict, got {show_value(given)}")
+    def _params(self, index: int, given: Any) -> SamplingParams:
+        try:
+            if isinstance(given, SamplingParams):
+                params = given.checked_copy()
+            else:
+                params = SamplingParams.from_dict({} if given is None else given)
+        except ValueError as error:
+            raise ValueError(self._at(index, str(error))) from None
         params.normalize(self._tokenizer)
         return params
+
+    def _at(self, index: int, error: str) -> str:
+        """`error`, with the number of the prompt if there are several."""
+        return error if self.is_single else f"prompt {index}: {error}"
 
     # ---- running
 

@@ -414,19 +414,26 @@ class Scheduler(SchedulerOutputProcessorMixin):
             params.verify(vocab_size)
         except ValueError as error:
             return str(error)
-        if (
-            params.min_new_tokens > 0
-            and len(params.stop_token_ids | self.eos_token_ids) >= vocab_size
-        ):
+        # A tokenizer may name an end that the model's vocabulary does not have.
+        stops = params.stop_token_ids | self.eos_token_ids
+        if params.min_new_tokens > 0 and all(t in stops for t in range(vocab_size)):
             return (
                 "min_new_tokens must be 0 where all tokens end the output, "
-                f"got {params.min_new_tokens}"
+                f"got {show_value(params.min_new_tokens)}"
             )
         return None
 
+    def _check_all(self, request: TokenizedGenerateReqInput) -> str | None:
+        """The same of a request that came past the Engine, whose parameters anyone may have set."""
+        try:
+            request.sampling_params = request.sampling_params.checked_copy()
+        except ValueError as error:
+            return str(error)
+        return self.check_request(request)
+
     def handle_generate_request(self, request: TokenizedGenerateReqInput) -> None:
         """Queue a request, or answer with an abort that says what is wrong with it."""
-        error = None if request.is_checked else self.check_request(request)
+        error = None if request.is_checked else self._check_all(request)
         if self._stopped:
             error = "the engine is shut down"
         if error is not None:

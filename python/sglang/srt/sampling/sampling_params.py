@@ -165,9 +165,7 @@ class SamplingParams:
             If an attribute was set to what the constructor refuses.
         """
         given = {name: getattr(self, name, None) for name in _FIELDS if name != "stop"}
-        given["stop"] = list(self.stop_strs)
-        given["stop_token_ids"] = list(self.stop_token_ids)
-        return type(self)(**given)
+        return type(self)(stop=getattr(self, "stop_strs", None), **given)
 
     def verify(self, vocab_size: int) -> None:
         """Check what depends on the vocabulary.
@@ -227,7 +225,8 @@ def _refuse_names(unknown: Mapping[Any, Any]) -> NoReturn:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    # NumPy counts durations among its integers.
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
 def _range_text(low: float | None, high: float | None, low_open: bool = False) -> str:
@@ -302,7 +301,7 @@ def _strings(field: str, value: Any) -> list[str]:
         _refuse(field, wanted, value)
     for text in texts:
         if not isinstance(text, str) or not text:
-            _refuse(field, wanted, value)
+            _refuse(field, wanted, text)
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -317,7 +316,7 @@ def _token_ids(field: str, value: Any) -> set[int]:
         _refuse(field, "a list of token ids", value)
     for token_id in value:
         if not _is_integer(token_id) or token_id < 0:
-            _refuse(field, "a list of token ids", value)
+            _refuse(field, "a list of token ids", token_id)
     return {int(token_id) for token_id in value}
 
 
