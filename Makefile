@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
-	  | while IFS='|' read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
+	  | while IFS='|' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
 	@printf '\nPYTHON=%s is the interpreter that .venv is made with (3.11 or newer).\n' '$(PYTHON)'
 
 # --- Environment: one stamp per step, so that a second call does nothing ------------------------
@@ -81,6 +81,10 @@ kernels: env ## Compile the Triton kernels for sm_80, sm_90, sm_100 and gfx942; 
 .PHONY: speed
 speed: env model ## Compare decoding with Hugging Face, the loops, and host work, in one run
 	$(PY) benchmark/speed.py $(ARGS)
+
+.PHONY: bench-penalties
+bench-penalties: env ## Compare the cost of penalties with dense ones and with upstream's, cell by cell
+	$(PY) benchmark/micro/penalties.py $(ARGS)
 
 .PHONY: lint
 lint: env ## Check style and spelling

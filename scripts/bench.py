@@ -66,6 +66,11 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
         ("model_forwards_per_step", "MODEL occupancy", lambda x: 1 / x, 3, True),
         ("model_itl_p50_ms", "MODEL ITL p50, ms", _SAME, 3, False),
     ),
+    "penalties.Penalties": (
+        ("us_per_step", "penalties, us/step", _SAME, 3, False),
+        ("us_per_step_ratio", "the same by a dense pass", _SAME, 3, False),
+        ("us_per_join", "finish and join, us", _SAME, 3, False),
+    ),
 }
 # Questions of many cases, of which the table shows some; the asv site has all.
 SHOWN_CASES: Final = {"overlap.Overlap": re.compile(r"-b8-t(1|5|10)ms$")}

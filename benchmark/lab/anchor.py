@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from lab.remote import answer
 
-KINDS = ("model", "host")
+KINDS = ("model", "host", "dense")
 
 
 class Anchor:
@@ -27,9 +27,10 @@ class Anchor:
 
     Parameters
     ----------
-    kind : {"model", "host"}
+    kind : {"model", "host", "dense"}
         ``model`` reads 85 MB of float32 weights again and again, as the decode steps of a real model
-        do. ``host`` calls thousands of tiny operations, as a scheduler and a tiny model do.
+        do. ``host`` calls thousands of tiny operations, as a scheduler and a tiny model do. ``dense``
+        passes over logits of 64 rows and a vocabulary of 32,000, as dense penalties do.
     """
 
     def __init__(self, kind: str) -> None:
@@ -40,6 +41,9 @@ class Anchor:
         self._x = torch.randn(8, 576, generator=generator)
         if kind == "model":
             self._weights = [torch.randn(1536, 576, generator=generator) for _ in range(24)]
+        if kind == "dense":
+            self._logits = torch.randn(64, 32_000, generator=generator)
+            self._counts = torch.randint(0, 3, (64, 32_000), generator=generator)
 
     def __call__(self) -> float:
         """Do the work.
@@ -54,6 +58,8 @@ class Anchor:
             if self.kind == "model":
                 self._read_weights(passes=18)
                 _python_loop(100_000)
+            elif self.kind == "dense":
+                self._penalize(passes=3)
             else:
                 self._small_operations(calls=3000)
                 _python_loop(400_000)
@@ -63,6 +69,12 @@ class Anchor:
         for _ in range(passes):
             for weight in self._weights:
                 F.linear(self._x, weight)
+
+    def _penalize(self, passes: int) -> None:
+        for _ in range(passes):
+            x = self._logits - (self._counts * 0.2 + (self._counts > 0) * 0.1)
+            x = torch.where(x < 0, x * 1.1, x / 1.1)
+            torch.where(self._counts > 0, x, self._logits)
 
     def _small_operations(self, calls: int) -> None:
         # None of them is large enough to be split among threads.

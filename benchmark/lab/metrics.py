@@ -15,6 +15,8 @@ of a case, each between two runs of an anchor (see `lab.anchor`), are summed up 
 ``host_us_per_step``   host time to prepare a decode step and to handle its results, median
 ``forward_ms``         duration of a decode step's forward, median
 ``draft_ms`` ...       duration of each phase inside it, median, where the engine tells them
+``us_per_step``        what penalties cost a step (see `lab.penalty_history`)
+``us_per_join``        what a request that goes and another one that comes cost them
 =====================  ==========================================================================
 """
 
@@ -38,6 +40,8 @@ TIME_UNITS = {
     "score_p50_ms": 1e-3,
     "host_us_per_step": 1e-6,
     "forward_ms": 1e-3,
+    "us_per_step": 1e-6,
+    "us_per_join": 1e-6,
 }
 
 

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from lab.metrics import summarise
 from lab.models import Unsupported
 from lab.remote import Remote, end_with_parent
-from lab.workloads import CASES, Case, Session
+from lab.workloads import CASES, Case, Session, make_session
 
 # Seconds without a new token after which a mixed workload counts as stalled. A step of the slowest case
 # takes a second on a busy machine.
@@ -149,7 +149,7 @@ def measure_all(
     ):
         events.progress(names[0], 0, 1, "starting the engine")
         try:
-            session = Session(cases[0].setup, Path(scratch))
+            session = make_session(cases[0].setup, Path(scratch))
         except Unsupported as error:
             for name in names:
                 events.result(name, "unsupported", detail=str(error))

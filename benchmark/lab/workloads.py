@@ -45,7 +45,8 @@ class Setup:
 
     Attributes
     ----------
-    model : {"real", "tiny"}
+    model : {"real", "tiny", "none"}
+        With ``none`` there is no engine, but penalties alone (see `lab.penalty_history`).
     overlap : bool
     speculative : {"none", "chain", "tree"}
     chunked_prefill_size : int, optional
@@ -75,7 +76,7 @@ class Case:
     ----------
     name : str
     setup : Setup
-    kind : {"decode", "mixed", "modelled"}
+    kind : {"decode", "mixed", "modelled", "penalties"}
         ``decode`` runs generation requests alone. ``mixed`` runs them under a stream of scoring
         requests, the first of which is there before them. ``modelled`` is ``decode`` on a modelled
         accelerator.
@@ -89,6 +90,8 @@ class Case:
         How often a measurement repeats it.
     forward_ms : float
         How long a forward takes on the modelled accelerator.
+    vocab_size : int
+        Columns of the logits where there is no model.
     """
 
     name: str
@@ -99,6 +102,7 @@ class Case:
     penalties: bool = False
     rounds: int = 5
     forward_ms: float = 0.0
+    vocab_size: int = 0
 
     def shortened(self) -> Case:
         """The same for a warm-up: fewer tokens, everything else."""
@@ -108,7 +112,7 @@ class Case:
     @property
     def anchor(self) -> str:
         """Kind of the anchor that stands beside it."""
-        return "model" if self.setup.model == "real" else "host"
+        return {"real": "model", "tiny": "host", "none": "dense"}[self.setup.model]
 
 
 _REAL, _TINY = Setup("real", max_running_requests=32), Setup("tiny")
@@ -164,16 +168,45 @@ OVERLAP = tuple(
     for batch_size in (1, 8, 64)
     for forward_ms in (1, 2, 5, 10)
 )
+PENALTIES = tuple(
+    Case(
+        f"{'plain' if shape == 'none' else shape}-b{batch_size}",
+        Setup("none", speculative=shape),
+        kind="penalties",
+        batch_size=batch_size,
+        penalties=True,
+        rounds=5,
+        vocab_size=32_000,
+    )
+    for shape in ("none", "chain")
+    for batch_size in (8, 64)
+)
 QUESTIONS: dict[str, tuple[Case, ...]] = {
     "decode": DECODE,
     "mixed": MIXED,
     "speculative": SPECULATIVE,
     "overlap": OVERLAP,
+    "penalties": PENALTIES,
 }
 # By "question/name".
 CASES: dict[str, Case] = {
     f"{question}/{case.name}": case for question, cases in QUESTIONS.items() for case in cases
 }
+
+
+def make_session(setup: Setup, scratch: Path) -> Any:
+    """What runs rounds of the cases of a setup: a `Session`, or one without an engine.
+
+    Raises
+    ------
+    Unsupported
+        If the installed commit lacks what that needs.
+    """
+    if setup.model != "none":
+        return Session(setup, scratch)
+    from lab.penalty_history import PenaltySession
+
+    return PenaltySession(setup, scratch)
 
 
 def sampling_params(case: Case) -> dict[str, Any]:

@@ -1,0 +1,314 @@
+#!/usr/bin/env python3
+"""What do penalties cost a step, beside dense ones and beside upstream's? (``make bench-penalties``)
+
+Prints a table of a grid of cells, and which targets are met. `lab.penalty_costs` says what a cell is and
+how it is measured, `lab.penalty_model` what the columns of the GPU model say, which need no GPU. With
+``--device cuda`` the table has what was measured there beside what the model predicts.
+
+The real penalizers of SGLang 0.5.14 are measured where ``make upstream`` has put them, else left out.
+
+Examples
+--------
+::
+
+    python benchmark/micro/penalties.py --quick
+    python benchmark/micro/penalties.py --kinds plain join --threads 1 --json penalties.json
+    python benchmark/micro/penalties.py --cells 'b64-v128256'
+    python benchmark/micro/penalties.py --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+REPO_ROOT: Final = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPO_ROOT / "benchmark"))
+# Of the profiler that tells of memory, no lines of its own.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch  # noqa: E402
+
+from lab import penalty_costs as costs  # noqa: E402
+from lab import upstream_penalties  # noqa: E402
+from lab.formats import significant  # noqa: E402
+
+# Seconds of measuring a cell, and most rounds.
+FULL: Final = {"cpu": (1.2, 41), "cuda": (0.6, 9)}
+QUICK_SECONDS: Final = 1.0
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="penalties.py", description=summary)
+    parser.add_argument("--quick", action="store_true", help="a few cells, less than a minute")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=os.cpu_count(),
+        help="of torch; all of the machine by default",
+    )
+    parser.add_argument("--kinds", nargs="+", choices=costs.KINDS, default=list(costs.KINDS))
+    parser.add_argument("--cells", metavar="REGEX", help="only cells whose name it is found in")
+    parser.add_argument("--backend", default="auto", help="of PenaltyState, auto by default")
+    parser.add_argument("--dense-backend", default="auto", help="of the one-pass dense penalties")
+    parser.add_argument(
+        "--release", default=upstream_penalties.VERSION, help="SGLang's, to compare"
+    )
+    parser.add_argument("--seconds", type=float, help="of measuring a cell")
+    parser.add_argument(
+        "--cold", action="store_true", help="sweep memory through the caches before each step"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
+    return parser.parse_args(argv)
+
+
+def chosen_cells(args: argparse.Namespace) -> list[costs.Cell]:
+    """The cells that were asked for."""
+    cells = list(costs.QUICK) if args.quick else costs.grid()
+    cells = [cell for cell in cells if cell.kind in args.kinds]
+    return [cell for cell in cells if args.cells is None or re.search(args.cells, cell.name)]
+
+
+def options(args: argparse.Namespace, notes: list[str]) -> costs.Options:
+    """How to measure; what is to be said of it goes into `notes`."""
+    library = None
+    if upstream_penalties.is_there(args.release):
+        why_eager = upstream_penalties.why_eager(args.device)
+        library = upstream_penalties.load(args.release, compiles=why_eager is None)
+        notes += [why_eager] if why_eager else []
+    else:
+        notes.append(f"SGLang {args.release} is not there, and was left out: run `make upstream`")
+    seconds, most = FULL[args.device]
+    seconds = QUICK_SECONDS if args.quick else seconds
+    return costs.Options(
+        device=torch.device(args.device),
+        backend=args.backend,
+        dense_backend=args.dense_backend,
+        library=library,
+        seconds=args.seconds or seconds,
+        max_rounds=most,
+        cold=args.cold,
+    )
+
+
+def busy_notes(threads: int) -> list[str]:
+    """What is to be said where other jobs want the processors that torch's threads need.
+
+    Two threads meet behind each operation. If one of them has to wait for a processor, both do, and each
+    of many short operations costs a time slice: such times say nothing of either side.
+    """
+    load = os.getloadavg()[0]
+    if load + threads <= (os.cpu_count() or 1) + 0.5:
+        return []
+    return [
+        f"the load was {load:.1f} at the start, beside {threads} threads of ours: operations on several "
+        "threads may have waited for a processor, and no ratio is to be trusted; --threads 1 waits less"
+    ]
+
+
+def run(
+    cells: Sequence[costs.Cell],
+    how: costs.Options,
+    console: Any,
+    results: list[costs.CellResult],
+) -> None:
+    """Measure cells into `results`, and show how far it is: a bar on a terminal, elsewhere lines."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    started = said = time.monotonic()
+    logits = costs.Logits(cells, how.device)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("penalties", total=len(cells))
+        for number, cell in enumerate(cells):
+            bar.update(task, description=cell.name)
+            if not console.is_terminal and time.monotonic() - said > 10:
+                said = time.monotonic()
+                text = f"[{said - started:6.0f} s] {number}/{len(cells)} {cell.name}"
+                console.print(text, markup=False, highlight=False)
+            with torch.inference_mode():
+                results.append(costs.measure(cell, how, logits))
+            bar.advance(task)
+
+
+# --- Tables -------------------------------------------------------------------------------------
+
+
+def _number(value: float | None, digits: int = 3, unit: str = "") -> str:
+    return "" if value is None else f"{significant(value, digits)}{unit}"
+
+
+def _bytes(count: int | None) -> str:
+    if count is None or count < 0:
+        return ""
+    if count == 0:
+        return "0"
+    if count < 1 << 20:
+        return f"{significant(count / 1024, 3)}K"
+    return f"{significant(count / (1 << 20), 3)}M"
+
+
+def _memory(result: costs.CellResult, name: str) -> str:
+    if name not in result.state_bytes:
+        return ""
+    return f"{_bytes(result.state_bytes[name])}+{_bytes(result.temporary_bytes[name])}"
+
+
+def table(results: Sequence[costs.CellResult], device: str) -> Any:
+    """The table of the cells, for rich."""
+    from rich.table import Table
+
+    made = Table(title=f"Penalties, us a step on {device}", title_justify="left")
+    for name in ("kind", "B", "V", "seen"):
+        made.add_column(name, justify="left" if name == "kind" else "right")
+    columns = ["sparse", "host", "device", "one-pass", "upstream", "overlap"]
+    columns += ["one-pass ÷", "upstream ÷", "overlap ÷", "memory", "upstream's"]
+    columns += ["GPU model", "one-pass", "upstream"] + (["by model"] if device == "cuda" else [])
+    for name in columns:
+        made.add_column(name, justify="right", overflow="fold")
+    before = None
+    for result in results:
+        cell = result.cell
+        group = (cell.kind, cell.batch_size)
+        if before not in (None, group):
+            made.add_section()
+        before = group
+        made.add_row(*_cells(result, device))
+    return made
+
+
+def _cells(result: costs.CellResult, device: str) -> list[str]:
+    cell, us, model = result.cell, result.us, result.predicted_us
+    joins = cell.kind == "join"
+    cells = [cell.kind, str(cell.batch_size), str(cell.vocab_size), "" if joins else str(cell.seen)]
+    cells.append(f"[bold]{_number(us['sparse'])}[/]")
+    cells += ["", ""] if joins else [_number(result.host_us), _number(result.device_us)]
+    cells += [_number(us.get(name)) for name in costs.OTHERS]
+    for name in costs.OTHERS:
+        ratio = result.ratios.get(name)
+        text = _number(ratio, 3, "x")
+        cells.append(f"[red]{text}[/]" if ratio is not None and ratio < 1 else text)
+    cells += [_memory(result, "sparse"), _memory(result, "upstream")]
+    cells += [_number(model.get(name)) for name in ("sparse", "one_pass", "upstream")]
+    if device == "cuda":
+        predicted = model.get("sparse")
+        cells.append(_number(result.device_us / predicted, 3, "x") if predicted else "")
+    return cells
+
+
+LEGEND: Final = (
+    "us of a step, medians; '÷': the other's time by ours, median of the rounds' ratios. host: plan and "
+    "settle; device: begin, stage, apply, commit.",
+    "memory: held between steps + allocated besides within one (from torch's allocator); K and M bytes.",
+    "GPU model: us on paper for an H200, bytes / 4.3 TB/s + launches x 2.5 us, see "
+    "lab/penalty_model.py; nothing of it was measured.",
+)
+
+
+def verdict_table(verdicts: Sequence[costs.Verdict]) -> Any:
+    """The table of the targets, for rich."""
+    from rich.table import Table
+
+    made = Table(title="Targets", title_justify="left")
+    for name in ("device", "target", "met", "worst", "cell", "cells"):
+        made.add_column(name, justify="right" if name in ("worst", "cells") else "left")
+    for verdict in verdicts:
+        target = verdict.target
+        if verdict.met is None or verdict.worst is None:
+            made.add_row(target.device, target.text, "[dim]not measured[/]", "", "", "")
+            continue
+        met = "[green]yes[/]" if verdict.met else "[bold red]no[/]"
+        cells = [_number(verdict.value, 3), verdict.worst.cell.name, str(verdict.cells)]
+        made.add_row(target.device, target.text, met, *cells)
+    return made
+
+
+def document(
+    args: argparse.Namespace,
+    results: Sequence[costs.CellResult],
+    verdicts: Sequence[costs.Verdict],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """What the file of ``--json`` holds."""
+    return {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "threads": args.threads,
+        "backend": args.backend,
+        "release": args.release,
+        "notes": list(notes),
+        "cells": [result.as_json() for result in results],
+        "targets": [
+            {
+                "target": verdict.target.text,
+                "device": verdict.target.device,
+                "met": verdict.met,
+                "value": verdict.value,
+                "cell": verdict.worst.cell.name if verdict.worst else None,
+            }
+            for verdict in verdicts
+        ],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 if the work was not done, whatever the targets say."""
+    from rich.console import Console
+
+    args = parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    cells = chosen_cells(args)
+    if not cells:
+        print("penalties: error: no such cell", file=sys.stderr)
+        return 2
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("penalties: error: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    torch.set_num_threads(args.threads)
+    started = time.monotonic()
+    notes = busy_notes(args.threads)
+    results: list[costs.CellResult] = []
+    try:
+        run(cells, options(args, notes), console, results)
+    except costs.WorkNotDone as error:
+        print(f"penalties: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        notes.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells are missing")
+    verdicts = costs.verdicts(results, args.device)
+    for note, count in Counter(note for result in results for note in result.notes).items():
+        notes.append(f"{count} cells: {note}")
+    console.print(table(results, args.device))
+    for line in (*LEGEND, *notes):
+        console.print(line, style="dim", markup=False, highlight=False)
+    console.print(verdict_table(verdicts))
+    seconds = time.monotonic() - started
+    console.print(f"{len(results)} cells, {args.threads} threads, {seconds:.0f} s in all")
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        found = document(args, results, verdicts, notes)
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 130 if len(results) < len(cells) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

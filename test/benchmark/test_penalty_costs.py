@@ -1,0 +1,319 @@
+"""The bench of penalties: that all subjects do the work, the model's arithmetic, verdicts, tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from lab import penalty_costs as costs
+from lab import penalty_history, penalty_model, upstream_penalties
+from lab.metrics import WorkNotDone
+from lab.penalty_costs import Cell, CellResult, Logits, Options, Target
+from lab.workloads import PENALTIES
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+KINDS = ("plain", "chain", "tree")
+TINY = {kind: Cell(kind, 3, 700, 40) for kind in KINDS} | {"join": Cell("join", 3, 700, 40)}
+
+needs_release = pytest.mark.skipif(
+    not upstream_penalties.is_there(),
+    reason=f"needs SGLang {upstream_penalties.VERSION}: make upstream",
+)
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    path = REPO_ROOT / "benchmark" / "micro" / "penalties.py"
+    spec = importlib.util.spec_from_file_location("micro_penalties", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def quick(**options: Any) -> Options:
+    """Three rounds; what is compiled takes longer than what is measured."""
+    return Options(CPU, dense_backend="torch", seconds=0.0, **options)
+
+
+# --- The work is done ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_subjects_pass_their_check(kind: str) -> None:
+    """`measure` raises where a logit is wrong."""
+    cell = TINY[kind]
+    found = costs.measure(cell, quick(), Logits([cell], CPU))
+    assert found.us.keys() == {"sparse", "one_pass"}
+    assert found.rounds == 3 and found.ratios.keys() == {"one_pass"}
+    assert found.host_us > 0 and found.device_us > 0
+    assert found.state_bytes["one_pass"] > 9 * 3 * 700
+    assert found.temporary_bytes["sparse"] >= 0
+
+
+@needs_release
+@pytest.mark.upstream
+@pytest.mark.parametrize("kind", TINY)
+def test_upstream_passes_its_check(kind: str) -> None:
+    cell = TINY[kind]
+    library = upstream_penalties.load(compiles=False)
+    found = costs.measure(cell, quick(library=library), Logits([cell], CPU))
+    others = {"upstream"} if kind == "join" else {"one_pass", "upstream", "overlap"}
+    assert found.us.keys() == {"sparse", *others}
+    # Four float32 a column, one of them with a column more until it is copied; and numbers a row.
+    more = 0 if kind == "join" else 3 * 4
+    assert found.state_bytes["upstream"] == 3 * 4 * 700 * 4 + more + 3 * (3 * 4 + 2 * 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_penalizers_of_a_commit_pass_their_check(kind: str) -> None:
+    cell = TINY[kind]
+    logits = Logits([cell], CPU)
+    subject = penalty_history.DenseOfCommit(costs.Workload(cell, CPU))
+    costs.Stepper(subject, logits.of(cell))(5)
+    costs.check("dense", subject, logits)
+    subject.join(1)
+    costs.check_joined(cell, subject)
+
+
+@pytest.mark.parametrize("what", ["nothing", "a token less", "a step late"])
+def test_work_that_is_not_done_is_noticed(what: str) -> None:
+    class Wrong(costs.OnePass):
+        def run(self, planned: Any, turn: Any, logits: torch.Tensor) -> None:
+            if what == "a step late":
+                self._state.commit(turn.tokens, turn.lens)
+            elif what == "a token less":
+                before = logits[0, self.work.outputs[0][0]].clone()
+            if what != "nothing":
+                self._state.apply(logits)
+            if what == "a token less":
+                logits[0, self.work.outputs[0][0]] = before
+
+    cell = TINY["plain"]
+    subject = Wrong(costs.Workload(cell, CPU), "torch")
+    with pytest.raises(WorkNotDone, match="plain-b3-v700-s40: it makes"):
+        costs.check("it", subject, Logits([cell], CPU))
+
+
+def test_a_lost_request_is_noticed() -> None:
+    cell = TINY["join"]
+    subject = costs.Sparse(costs.Workload(cell, CPU))
+    subject.planner.release(1)
+    with pytest.raises(WorkNotDone, match="stop tokens"):
+        costs.check_joined(cell, subject)
+
+
+def test_lists_stay_as_long_as_the_cell_says() -> None:
+    cell = TINY["chain"]
+    subject = costs.Sparse(costs.Workload(cell, CPU))
+    costs.Stepper(subject, Logits([cell], CPU).of(cell))(30)
+    assert subject.state.tables.headers[:, 0].tolist() == [cell.seen + 2] * 3
+
+
+def test_trees() -> None:
+    chain, tree = TINY["chain"], TINY["tree"]
+    assert (chain.num_nodes, chain.max_tokens) == (4, 4)
+    assert (tree.num_nodes, tree.max_tokens) == (16, 5)
+    assert tree.ways[15] == [0, 1, 3, 7, 15]
+    assert (TINY["plain"].num_nodes, TINY["plain"].max_tokens) == (1, 1)
+
+
+def test_cells_that_do_not_fit_say_so() -> None:
+    cell = Cell("tree", 256, 512_000)
+    assert cell.dense_bytes("upstream") > costs.CELL_BYTES > cell.dense_bytes("sparse")
+    # The names of the largest cell of the grid are all there.
+    assert Cell("tree", 256, 152_064).dense_bytes("upstream") < costs.CELL_BYTES
+    assert len(costs.grid()) == 3 * 4 * 3 * 3 + 4 * 3
+
+
+def test_the_allocators_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stepper:
+        def __call__(self, steps: int) -> None:
+            first = torch.zeros(1000)
+            second = torch.zeros(500)
+            del first
+            torch.zeros(100)
+            del second
+
+    assert costs._temporaries(Stepper(), CPU) == 6000
+
+
+# --- The model ----------------------------------------------------------------------------------
+
+
+def test_sectors() -> None:
+    assert penalty_model.sectors(32_000, 1) == pytest.approx(1)
+    assert penalty_model.sectors(8, 5) == 1
+    assert penalty_model.sectors(16, 2) == pytest.approx(1.5)
+
+
+def test_bytes_of_a_step_by_hand() -> None:
+    """Two requests, one sector a row: every token of a row is in it."""
+    cell = Cell("plain", 2, 8, 4)
+    about = 32 + 16 + 4  # header, column of the index, one page
+    apply, commit = penalty_model.sparse(cell)
+    assert apply.reads == 2 * (about + 8 * 6 + 32) and apply.writes == 2 * 32
+    assert commit.reads == 2 * (about + 8 + 4 * 6 + 32) and commit.writes == 2 * (32 + 32)
+    assert penalty_model.floor_us([apply, commit]) == pytest.approx(
+        (264 + 64 + 232 + 128) / 4.3e6 + 5
+    )
+    one_pass, count = penalty_model.one_pass(cell)
+    assert (one_pass.reads, one_pass.writes) == (2 * 8 * 13, 2 * 8 * 4)
+    assert count.launches == 2
+
+
+def test_dense_bytes_a_logit_by_hand() -> None:
+    """What is left a logit where the batch is large: 56 without overlap, 80 with it."""
+    cell = Cell("plain", 100, 100_000, 16)
+    for name, wanted, launches in (("one_pass", 17, 3), ("upstream", 56, 10), ("overlap", 80, 13)):
+        ops = penalty_model.MODELS[name](cell)
+        assert sum(op.nbytes for op in ops) / 1e7 == pytest.approx(wanted, rel=1e-3)
+        assert sum(op.launches for op in ops) == launches
+    chain = Cell("chain", 100, 100_000, 16)
+    ops = penalty_model.upstream(chain)
+    assert ops == penalty_model.overlap(chain)
+    assert sum(op.nbytes for op in ops) / 1e7 == pytest.approx(64 + 32 * 4, rel=1e-3)
+
+
+# --- Verdicts -----------------------------------------------------------------------------------
+
+
+def result(cell: Cell, **fields: Any) -> CellResult:
+    return CellResult(cell, **fields)
+
+
+def test_verdicts() -> None:
+    few, many = Cell("plain", 64, 128_256, 16), Cell("plain", 64, 128_256, 2048)
+    small, join = Cell("chain", 8, 32_000, 16), Cell("join", 64, 128_256)
+    results = [
+        result(few, ratios={"upstream": 14.0, "overlap": 99.0}),
+        result(many, ratios={"upstream": 5.0}),
+        result(small, ratios={"upstream": 0.9, "one_pass": 0.1}),
+        result(join, ratios={"upstream": 120.0}),
+        result(Cell("tree", 8, 32_000)),  # upstream did not fit
+    ]
+    never, fifteen, five, eight, joins, memory, floor, gpu = costs.verdicts(results, "cpu")
+    assert (never.met, never.value, never.cells) == (False, 0.9, 4)
+    assert never.worst is results[2]
+    assert (fifteen.met, fifteen.value) == (False, 14.0)
+    assert (five.met, five.cells) == (True, 1)
+    assert (eight.met, eight.value) == (False, 0.9)
+    assert joins.met is True
+    assert memory.met is floor.met is gpu.met is None
+
+
+def test_verdicts_on_a_gpu_look_at_overlap_too() -> None:
+    cell = Cell("plain", 1, 32_000, 16)
+    found = result(
+        cell,
+        ratios={"upstream": 6.0, "overlap": 4.0},
+        predicted_us={"sparse": 5.0},
+        device_us=7.0,
+        state_bytes={"sparse": 1000},
+        temporary_bytes={"sparse": 0},
+    )
+    verdicts = {verdict.target.text: verdict for verdict in costs.verdicts([found], "cuda")}
+    assert verdicts["device time <= 1.5x of the predicted floor"].value == pytest.approx(1.4)
+    assert verdicts["device time <= 1.5x of the predicted floor"].met is True
+    assert verdicts[">= 5x faster than upstream everywhere"].met is False
+    assert verdicts["never slower than upstream"].met is None
+    memory = verdicts["extra memory <= 32 B a token seen + 64 KiB, a request"]
+    assert memory.value == pytest.approx(1000 / (32 * 16 + 65_536)) and memory.met is True
+
+
+def test_a_limit_itself_is_met() -> None:
+    found = [result(TINY["plain"], ratios={"upstream": 2.0})]
+    for at_least in (True, False):
+        target = Target("t", "cpu", lambda c: True, lambda r: r.ratios["upstream"], 2, at_least)
+        (verdict,) = costs.verdicts(found, "cpu", [target])
+        assert verdict.met is True
+
+
+# --- The command --------------------------------------------------------------------------------
+
+
+def printed(*what: Any) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=220)
+    for item in what:
+        console.print(item)
+    return out.getvalue()
+
+
+def test_the_tables(script: ModuleType) -> None:
+    found = [
+        result(
+            Cell("plain", 8, 32_000, 256),
+            us={"sparse": 80.5, "one_pass": 99.0, "upstream": 250.0},
+            host_us=30.25,
+            device_us=50.25,
+            ratios={"one_pass": 1.23, "upstream": 3.11},
+            state_bytes={"sparse": 50_000, "upstream": 4_096_192},
+            temporary_bytes={"sparse": 0, "upstream": 1_024_000},
+            predicted_us={"sparse": 5.04, "one_pass": 8.51, "upstream": 28.3},
+        ),
+        result(Cell("join", 8, 32_000), us={"sparse": 200.0, "upstream": 900.0}),
+    ]
+    text = printed(script.table(found, "cpu"))
+    for word in ("plain", "80.5", "30.2", "3.11x", "48.8K+0 ", "3.91M+1,000K", "28.3", "join"):
+        assert word in text, word
+    assert "by model" not in text and "by model" in printed(script.table(found, "cuda"))
+    assert "9.97x" in printed(script.table(found, "cuda"))
+    text = printed(script.verdict_table(costs.verdicts(found, "cpu")))
+    assert "plain-b8-v32000-s256" in text and "not measured" in text
+
+
+def test_cells_are_chosen(script: ModuleType) -> None:
+    def chosen(*options: str) -> list[str]:
+        return [cell.name for cell in script.chosen_cells(script.parse_args(options))]
+
+    assert len(chosen()) == len(costs.grid())
+    assert chosen("--quick", "--kinds", "join") == ["join-b64-v128256-s256"]
+    assert len(chosen("--kinds", "plain", "--cells", "b64-v128256")) == 3
+    assert script.main(["--cells", "nowhere"]) == 2
+
+
+def test_the_command(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(costs, "QUICK", tuple(TINY.values()))
+    monkeypatch.setattr(upstream_penalties, "is_there", lambda version: False)
+    file = tmp_path / "found" / "penalties.json"
+    options = ["--quick", "--threads", "2", "--seconds", "0.01", "--json", str(file)]
+    assert script.main([*options, "--dense-backend", "torch"]) == 0
+    text = capsys.readouterr().out
+    assert "make upstream" in text and "4 cells, 2 threads" in text
+    document = json.loads(file.read_text().replace("NaN", "null"))
+    assert [cell["cell"] for cell in document["cells"]] == [cell.name for cell in TINY.values()]
+    assert len(document["targets"]) == len(costs.TARGETS)
+    assert not math.isnan(document["cells"][0]["us"]["sparse"])
+
+
+# --- Along history ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", PENALTIES, ids=lambda case: case.name)
+def test_a_round_along_history(case: Any, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from lab.workloads import make_session
+
+    session = make_session(case.setup, tmp_path)
+    found = session.run_round(replace(case, batch_size=2, vocab_size=900))
+    assert found.keys() == {"us_per_step", "us_per_join"} and min(found.values()) > 0
+    session.close()
