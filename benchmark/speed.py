@@ -7,15 +7,16 @@ machine. Each side has a process of its own, which sleeps while another one runs
 from processes that were started in one order, half from others that were started the other way round:
 the one that is started first may get slower memory. The section ``overlap`` shows by how much.
 
-========  =====================================================================================
-hf        decode tokens/s of the engine by those of Hugging Face's ``generate``: the same prompts,
-          the same number of new tokens
-overlap   decode tokens/s of the overlap loop by those of the normal loop
-host      host work of ``filter_batch`` + ``prepare_for_decode`` by that of real SGLang 0.5.10, where
-          that is installed
-eagle     EAGLE chain and tree beside plain decoding: accepted length, draft and verify time. The
-          draft head is a fixture with real acceptance, and not a claim of speed
-========  =====================================================================================
+=========  ====================================================================================
+hf         decode tokens/s of the engine by those of Hugging Face's ``generate``: the same prompts,
+           the same number of new tokens
+overlap    decode tokens/s of the overlap loop by those of the normal loop
+penalties  decode tokens/s with all penalties by those without, in turns on one engine
+host       host work of ``filter_batch`` + ``prepare_for_decode`` by that of real SGLang 0.5.10,
+           where that is installed
+eagle      EAGLE chain and tree beside plain decoding: accepted length, draft and verify time. The
+           draft head is a fixture with real acceptance, and not a claim of speed
+=========  ====================================================================================
 
 For ``host``, SGLang 0.5.10 is measured beside where ``python scripts/upstream fetch --environment
 0.5.10`` has put it (``UPSTREAM_PYTHON`` may name another interpreter). Else the figures measured
@@ -56,12 +57,13 @@ from upstream import releases  # noqa: E402
 
 HF_TARGETS: Final = {1: 1.5, 8: 1.3, 32: 1.1}
 OVERLAP_TARGET: Final = 1.0
+PENALTIES_TARGET: Final = 0.98
 HOST_BATCH_SIZES: Final = (1, 8, 64, 256)
 # Microseconds a step of real SGLang 0.5.10, measured on a two-core machine of this kind.
 HOST_REFERENCE_US: Final = {1: 31.0, 8: 31.0, 64: 44.0, 256: 91.0}
 PACKAGE: Final = str(REPO_ROOT / "python")
 UPSTREAM: Final = REPO_ROOT / ".cache" / "upstream" / "0.5.10" / "python"
-SECTIONS: Final = ("hf", "overlap", "host", "eagle")
+SECTIONS: Final = ("hf", "overlap", "penalties", "host", "eagle")
 
 Row = dict[str, Any]
 Tick = Callable[[str], None]
@@ -314,6 +316,56 @@ def _overlap_row(size: int, overlap: list[Row], normal: list[Row]) -> Row:
     }
 
 
+def run_penalties(args: argparse.Namespace, tick: Tick) -> Section:
+    """All penalties and none, in turns on one engine with overlap."""
+    section = Section(
+        f"Decode with all penalties against none, {args.new_tokens} new tokens",
+        {
+            "batch_size": "batch",
+            "ours": "with, tok/s",
+            "theirs": "without, tok/s",
+            "ratio": "ratio",
+            "noise": "noise",
+            "spread": "pairs",
+            "target": "target",
+            "met": "met",
+            "host": "host us/step, with / without",
+        },
+    )
+    tick("penalties: starting the engine")
+    with start_engine(args, overlap=True) as engine:
+        engine.wait_until_ready()
+        for size in args.batch_size:
+            question = {"batch_size": size, "output_len": args.new_tokens}
+            found: dict[bool, list[Row]] = {True: [], False: []}
+            # Half of the pairs in each order; the first two warm up.
+            for i in range(-2, 2 * args.rounds):
+                tick(f"penalties, batch {size}: pair {i + 1} of {2 * args.rounds}")
+                for penalties in (i < args.rounds, i >= args.rounds):
+                    metrics = engine.ask(**question, penalties=penalties)["metrics"]
+                    if i >= 0:
+                        found[penalties].append(metrics)
+            section.rows.append(_penalties_row(size, found[True], found[False]))
+    return section
+
+
+def _penalties_row(size: int, penalized: list[Row], plain: list[Row]) -> Row:
+    ours, theirs = ([r["tokens_per_s"] for r in rounds] for rounds in (penalized, plain))
+    ratio, error = fair_ratio(ours, theirs), noise(ours, theirs)
+    host = [statistics.median(r["host_us_per_step"] for r in side) for side in (penalized, plain)]
+    return {
+        "batch_size": size,
+        "ours": round(statistics.median(ours), 1),
+        "theirs": round(statistics.median(theirs), 1),
+        "ratio": round(ratio, 3),
+        "noise": "-" if error == math.inf else f"{error:.1%}",
+        "spread": spread(ours, theirs),
+        "target": PENALTIES_TARGET,
+        "met": _is_met(ratio, error, PENALTIES_TARGET),
+        "host": " / ".join(f"{value:.0f}" for value in host),
+    }
+
+
 def _is_met(ratio: float, error: float, target: float) -> bool | None:
     """Whether a ratio is at least its target; None if it is not, but noise may be the reason."""
     if ratio >= target:
@@ -450,6 +502,7 @@ def _eagle_row(size: int, mode: str, rounds: list[Row], plain: list[float]) -> R
 RUNNERS: Final[dict[str, Callable[[argparse.Namespace, Tick], Section]]] = {
     "hf": run_hf,
     "overlap": run_overlap,
+    "penalties": run_penalties,
     "host": run_host,
     "eagle": run_eagle,
 }

@@ -23,7 +23,8 @@ def serve_session(setup_json: str) -> Handler:
     """Runs rounds of greedy decoding.
 
     It is asked for ``output_len`` tokens behind each of ``prompts``, or behind ``batch_size`` prompts of
-    its own, and answers with ``metrics``, ``tokens`` and ``seconds`` of the whole call.
+    its own, with all ``penalties`` or without, and answers with ``metrics``, ``tokens`` and
+    ``seconds`` of the whole call.
     """
     from lab.workloads import Case, Session, Setup, sampling_params
 
@@ -32,7 +33,8 @@ def serve_session(setup_json: str) -> Handler:
 
     def handle(question: Mapping[str, Any]) -> dict[str, Any]:
         size, length = question["batch_size"], question["output_len"]
-        case = Case("serve", setup, batch_size=size, output_len=length)
+        penalties = question.get("penalties", False)
+        case = Case("serve", setup, batch_size=size, output_len=length, penalties=penalties)
         prompts = question.get("prompts") or session.prompts(case)
         round_ = session.generate(prompts, sampling_params(case))
         metrics.check_results(round_.results, [len(p) for p in prompts], length)

@@ -201,6 +201,18 @@ def test_an_interpreter_that_cannot_import_upstream_is_named(
     assert "zmq" in section.notes[0]
 
 
+def test_penalties_may_cost_two_percent(speed: ModuleType) -> None:
+    def rounds(*speeds: float) -> list[dict[str, float]]:
+        return [{"tokens_per_s": s, "host_us_per_step": 100 + s} for s in speeds]
+
+    plain = rounds(*[100.0] * 8)
+    row = speed._penalties_row(8, rounds(*[99.0] * 8), plain)
+    assert row["ratio"] == 0.99 and row["met"] is True and row["host"] == "199 / 200"
+    assert speed._penalties_row(8, rounds(*[97.0] * 8), plain)["met"] is False
+    wide = rounds(90, 97, 104, 97, 90, 104, 97, 97)
+    assert speed._penalties_row(8, wide, plain)["met"] is None
+
+
 def test_missing_drafts_are_a_note(
     speed: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
