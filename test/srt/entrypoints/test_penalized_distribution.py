@@ -56,6 +56,8 @@ def sample(
     paths: Any, thread_context: Any, shape: str, normal: bool
 ) -> tuple[list[list[int]], float]:
     """Outputs of all requests, and how many tokens a verification has accepted."""
+    # Seeds of its own: with the same ones all engines should say the same, and were one sample.
+    first = NUM_REQUESTS * (2 * list(SPECULATION).index(shape) + normal)
     with Engine(
         model_path=paths.target,
         skip_tokenizer_init=True,
@@ -69,7 +71,7 @@ def sample(
     ) as engine:
         results = engine.generate(
             input_ids=[PROMPT] * NUM_REQUESTS,
-            sampling_params=[PARAMS | {"sampling_seed": seed} for seed in range(NUM_REQUESTS)],
+            sampling_params=[PARAMS | {"sampling_seed": first + i} for i in range(NUM_REQUESTS)],
         )
     accepted = [result["meta_info"]["spec_accept_length"] for result in results]
     return [result["output_ids"] for result in results], sum(accepted) / len(accepted)
