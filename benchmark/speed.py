@@ -295,22 +295,13 @@ def run_overlap(args: argparse.Namespace, tick: Tick) -> Section:
 
 def _overlap_row(size: int, overlap: list[Row], normal: list[Row]) -> Row:
     ours, theirs = ([r["tokens_per_s"] for r in rounds] for rounds in (overlap, normal))
-    ratio, error = fair_ratio(ours, theirs), noise(ours, theirs)
 
     def both(metric: str, form: str) -> str:
         values = (statistics.median(r[metric] for r in rounds) for rounds in (overlap, normal))
         return " / ".join(form.format(value) for value in values)
 
-    return {
-        "batch_size": size,
-        "ours": round(statistics.median(ours), 1),
-        "theirs": round(statistics.median(theirs), 1),
-        "ratio": round(ratio, 3),
-        "noise": "-" if error == math.inf else f"{error:.1%}",
+    return _compared(size, ours, theirs, OVERLAP_TARGET) | {
         "first": round(worth_of_being_first(ours, theirs), 3),
-        "spread": spread(ours, theirs),
-        "target": OVERLAP_TARGET,
-        "met": _is_met(ratio, error, OVERLAP_TARGET),
         "idle": both("forward_idle", "{:.3f}"),
         "host": both("host_us_per_step", "{:.0f}"),
     }
@@ -351,8 +342,15 @@ def run_penalties(args: argparse.Namespace, tick: Tick) -> Section:
 
 def _penalties_row(size: int, penalized: list[Row], plain: list[Row]) -> Row:
     ours, theirs = ([r["tokens_per_s"] for r in rounds] for rounds in (penalized, plain))
-    ratio, error = fair_ratio(ours, theirs), noise(ours, theirs)
     host = [statistics.median(r["host_us_per_step"] for r in side) for side in (penalized, plain)]
+    return _compared(size, ours, theirs, PENALTIES_TARGET) | {
+        "host": " / ".join(f"{value:.0f}" for value in host)
+    }
+
+
+def _compared(size: int, ours: list[float], theirs: list[float], target: float) -> Row:
+    """What is shown of two sides' speeds."""
+    ratio, error = fair_ratio(ours, theirs), noise(ours, theirs)
     return {
         "batch_size": size,
         "ours": round(statistics.median(ours), 1),
@@ -360,9 +358,8 @@ def _penalties_row(size: int, penalized: list[Row], plain: list[Row]) -> Row:
         "ratio": round(ratio, 3),
         "noise": "-" if error == math.inf else f"{error:.1%}",
         "spread": spread(ours, theirs),
-        "target": PENALTIES_TARGET,
-        "met": _is_met(ratio, error, PENALTIES_TARGET),
-        "host": " / ".join(f"{value:.0f}" for value in host),
+        "target": target,
+        "met": _is_met(ratio, error, target),
     }
 
 

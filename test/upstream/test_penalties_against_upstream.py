@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lab import upstream_penalties
+from lab.audit_transfers import one_thread
 from lab.upstream_penalties import UpstreamPenalties
 from sglang.srt.sampling.penaltylib.sparse_penalties import (
     PenaltyPlanner,
@@ -33,11 +34,9 @@ SLOTS = 6
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """#28500, seen by the transfer ledger: what a whole engine's decode step copies, and whether it waits.
 
-The engine runs on the fake device with all penalties on, dense ones, which every commit since the fixes
-has. `prove_fixes` holds what these tests say on the
-parent of the fix against the reasons given here: the construction that blocks, at its file, with the
-text of its line.
+The engine runs on the fake device with all penalties on, dense ones, which every commit has.
+`prove_fixes` holds what these tests say on the parent of the fix against the reasons given here: the
+construction that blocks, at its file, with the text of its line.
 """
 
 from __future__ import annotations

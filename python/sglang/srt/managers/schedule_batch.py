@@ -619,15 +619,15 @@ class ScheduleBatch:
         planner = self.penalty_planner
         if planner is None:
             return
+        orchestrator = self.sampling_info.penalizer_orchestrator
         extend = self.forward_mode.is_extend()
-        waits_for_host = not self.enable_overlap and num_steps == 0
         uncommitted = []
         if extend:
             num_prefills = len(self.reqs) - len(self.decoding_reqs or ())
-            for i, req in enumerate(self.reqs):
+            for i, req in enumerate(self.reqs[:num_prefills]):
                 # Of a prompt that goes on, what is sampled behind this part is no output. And what
                 # the host feeds is a step old: a prefill's token comes with the first decode.
-                if req is self.chunked_req or (waits_for_host and i < num_prefills):
+                if req is self.chunked_req or orchestrator.is_fed_by_host:
                     uncommitted.append(i)
                 if req.req_pool_idx not in planner:
                     planner.admit(req.penalty_request())
@@ -637,7 +637,7 @@ class ScheduleBatch:
             max_tokens=num_steps + 1 if verifies else 1,
             num_draft_tokens=num_draft_tokens if verifies else 0,
             uncommitted=uncommitted,
-            fed_tokens=self.sampling_info.penalizer_orchestrator.take_output_ids(),
+            fed_tokens=orchestrator.take_output_ids(),
         )
 
     # ---- merge and filter

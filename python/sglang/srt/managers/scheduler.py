@@ -720,8 +720,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         result = handle.wait()
         waited = time.perf_counter()
         if batch.penalty_step is not None:
-            lens = None if result.accept_lens is None else result.accept_lens.tolist()
-            self.penalty_planner.settle(batch.penalty_step, lens)
+            self.penalty_planner.settle(batch.penalty_step, result.accept_lens)
         num_tokens = (
             self.process_batch_result_prefill(batch, result)
             if batch.forward_mode.is_extend()

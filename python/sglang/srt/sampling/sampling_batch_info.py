@@ -216,9 +216,7 @@ class SamplingBatchInfo:
 
     def _accumulate_penalties(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         orchestrator = self.penalizer_orchestrator
-        if not isinstance(orchestrator, penaltylib.BatchedPenalizerOrchestrator):
-            return None, None
-        if not orchestrator.is_required:
+        if orchestrator is None or not orchestrator.is_required:
             return None, None
         additive = None
         if orchestrator.needs_additive:

@@ -22,11 +22,18 @@ class SparsePenalizerOrchestrator:
     ----------
     batch : ScheduleBatch
         Its ``reqs``, ``penalty_planner``, ``enable_overlap`` and ``spec_algorithm`` are read.
+
+    Attributes
+    ----------
+    is_fed_by_host : bool
+        Whether tokens that become output come from the host, a step after they were sampled.
     """
+
+    needs_additive = False
 
     def __init__(self, batch: ScheduleBatch) -> None:
         self._planner = batch.penalty_planner
-        self._host_knows = not batch.enable_overlap and batch.spec_algorithm.is_none()
+        self.is_fed_by_host = not batch.enable_overlap and batch.spec_algorithm.is_none()
         self._reqs: list[Req] = list(batch.reqs)
         self._output_ids: torch.Tensor | None = None
 
@@ -36,7 +43,7 @@ class SparsePenalizerOrchestrator:
     @property
     def is_required(self) -> bool:
         """Whether the next decode needs the latest token of any request from the host."""
-        if not self._host_knows or len(self._planner) == 0:
+        if not self.is_fed_by_host or len(self._planner) == 0:
             return False
         return any(req.req_pool_idx in self._planner for req in self._reqs)
 
@@ -52,6 +59,9 @@ class SparsePenalizerOrchestrator:
     def apply(self, logits: torch.Tensor, repeat: int | None = None) -> None:
         """Do nothing: `PenaltyState.apply` penalizes."""
 
+    def accumulate_scaling_penalties(self) -> None:
+        """None: a forward takes no penalties along."""
+
     def filter(self, keep_indices: list[int], keep_indices_device: torch.Tensor) -> None:
         """Keep the requests at `keep_indices`."""
         self._reqs = [self._reqs[i] for i in keep_indices]
@@ -66,7 +76,3 @@ class SparsePenalizerOrchestrator:
             theirs = given.new_zeros(len(their)) if theirs is None else theirs
             self._output_ids = torch.cat([ours, theirs])
         self._reqs = self._reqs + their._reqs
-
-    def release(self) -> None:
-        """Give up everything; the batch has no request left."""
-        self._reqs, self._output_ids = [], None

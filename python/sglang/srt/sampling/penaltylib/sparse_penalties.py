@@ -504,14 +504,16 @@ class PenaltyPlanner:
         _check(fed_tokens, (step.batch_size,), "fed_tokens")
         return replace(step, fed_tokens=fed_tokens)
 
-    def settle(self, step: PenaltyStep | None, lens: Sequence[int] | None = None) -> None:
+    def settle(
+        self, step: PenaltyStep | None, lens: Sequence[int] | torch.Tensor | None = None
+    ) -> None:
         """Note what a forward has committed, so that no more than that keeps its room.
 
         Parameters
         ----------
         step : PenaltyStep or None
             The forward's step. Each planned step is settled once. Requests that are gone are left out.
-        lens : sequence of int, optional
+        lens : sequence of int, or Tensor on the host, shape (B,), optional
             Tokens of each row of the batch that were committed; by default as many as could be.
         """
         if step is None:
