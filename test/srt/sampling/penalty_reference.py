@@ -124,6 +124,7 @@ class Rig:
         **pool: int,
     ) -> None:
         self.module = module
+        self.backend = backend
         self.pool = module.PenaltyPool(num_slots, vocab_size, max_draft_tokens, **pool)
         self.planner = module.PenaltyPlanner(self.pool, device)
         self.state = module.PenaltyState(self.pool, device, backend)

@@ -21,7 +21,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from penalty_reference import CPU, Rig, assert_row, make_logits, read_list, way_of
-from penalty_scenarios import ALL, CHAIN, SCENARIOS, MakeRig, random_story
+from penalty_scenarios import (
+    ALL,
+    CHAIN,
+    SCENARIOS,
+    MakeRig,
+    branching_trees,
+    growing_lists,
+    long_lists,
+    mixed_batches,
+    random_story,
+)
 
 from sglang.srt.sampling.penaltylib import sparse_penalties
 from sglang.srt.sampling.penaltylib.sparse_layout import ENTRY_BYTES, FIRST_PAGE, PAGE
@@ -276,6 +286,30 @@ def test_backends_give_the_same_bits() -> None:
             assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+@pytest.mark.skipif(IS_INTERPRETED, reason="Triton's programs are no threads")
+@pytest.mark.parametrize(
+    "scenario",
+    [mixed_batches, branching_trees, long_lists, growing_lists],
+    ids=lambda s: s.__name__,
+)
+def test_threads_that_share_the_work(
+    scenario: Callable[[MakeRig], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numba_ops = pytest.importorskip("sglang.srt.sampling.penaltylib.numba_ops")
+    monkeypatch.setattr(numba_ops, "SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    shares = []
+    run_shares = numba_ops.NumbaPenaltyOps._run_shares
+
+    def noted(self: object, run: Callable[[int], None], num_shares: int) -> None:
+        shares.append(num_shares)
+        run_shares(self, run, num_shares)
+
+    monkeypatch.setattr(numba_ops.NumbaPenaltyOps, "_run_shares", noted)
+    scenario(partial(Rig, "numba"))
+    assert 3 in shares
+
+
 # --- Costs ------------------------------------------------------------------------------------
 
 
@@ -285,8 +319,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     sizes: list[int] = []
     copy = sparse_penalties.to_device_async
 
-    def noted(data: torch.Tensor, *rest: object) -> torch.Tensor:
-        sizes.append(data.numel())
+    def noted(data: np.ndarray, *rest: object) -> torch.Tensor:
+        sizes.append(data.size)
         return copy(data, *rest)
 
     monkeypatch.setattr(sparse_penalties, "to_device_async", noted)
@@ -378,6 +412,7 @@ def test_memory_follows_what_was_said(make_rig: MakeRig) -> None:
     """At most 32 bytes a token and 64 KiB a request, whatever the vocabulary and the pool's bounds."""
     vocab_size = 152064
     rig = make_rig(vocab_size=vocab_size, num_slots=16, max_draft_tokens=64)
+    logits = torch.zeros(1, vocab_size, device=rig.device)
     said = 0
     for slot in range(16):
         assert rig.state.nbytes <= 16 * 64 * 1024 + 32 * said
@@ -385,7 +420,11 @@ def test_memory_follows_what_was_said(make_rig: MakeRig) -> None:
         said += 700 * slot
         step = rig.planner.plan([slot], max_tokens=8, num_draft_tokens=64)
         rig.state.begin(step)
+        rig.state.apply(step, logits)
         assert rig.state.nbytes <= 16 * 64 * 1024 + 32 * said
+    tables = rig.state.tables
+    if rig.backend in ("torch", "numba"):
+        assert rig.state.nbytes > tables.nbytes, "what a backend keeps for itself counts"
     fixed = PenaltyState(PenaltyPool(16, vocab_size, 64), CPU).nbytes
     assert fixed < 16 * 8 * 1024
 

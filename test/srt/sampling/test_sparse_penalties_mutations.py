@@ -206,12 +206,18 @@ MUTANTS: tuple[Mutant, ...] = (
         mixed_batches,
         ("tokens = tokens[lanes.rows]", "tokens = tokens[: len(lanes.rows)]"),
     ),
+    fault(
+        "an owner's header is left to the next one",
+        TORCH,
+        reused_slots,
+        ("_put(tables.headers, parts.slots, parts.headers)", "pass"),
+    ),
     # --- planner and state
     fault(
         "page table not updated on growth",
         PLANNER,
         growing_lists,
-        ("if grown or admitted:", "if admitted:"),
+        ("        if grown:\n            per_slot", "        if False:\n            per_slot"),
     ),
     fault(
         "tokens from the host count twice",
@@ -226,10 +232,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("return self._with_tokens(self._last_step, fed_tokens)", "return self._last_step"),
     ),
     fault(
-        "an owner's header is left to the next one",
+        "a request comes in without its header",
         PLANNER,
         reused_slots,
-        ("_put(tables.headers, update.slots, update.headers)", "pass"),
+        ("record.write_header(header)", "pass"),
     ),
     fault(
         "an admission is repeated", PLANNER, mixed_batches, ("record.is_admitted = True", "pass")
@@ -257,8 +263,8 @@ MUTANTS: tuple[Mutant, ...] = (
         PLANNER,
         growing_lists,
         (
-            "extras = np.maximum(reserves, max(num_draft_tokens - 1, 0) * is_counting)",
-            "extras = reserves",
+            "extras = np.maximum(reserves, (num_draft_tokens - 1) * is_counting)",
+            "pass",
         ),
     ),
     fault(
@@ -283,7 +289,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "flags are overlooked",
         PLANNER,
         mixed_batches,
-        ("bool(self._has_flags[rows.slots].any())", "bool(self._has_flags[rows.slots].all())"),
+        ("any(self._has_flags[rows.slots].tolist())", "all(self._has_flags[rows.slots].tolist())"),
     ),
     # --- numba
     fault(
@@ -339,20 +345,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "nodes do not get nearer to min_new_tokens",
         NUMBA,
         long_chains,
-        ("                    num_output += 1\n", ""),
+        ("                num_output += 1\n", ""),
     ),
     fault(
         "bias before scaling",
         NUMBA,
         bias_after_scaling,
         (
-            "                    if meta & BIAS:\n                        x += biases[first + i]\n",
+            "                    if page_metas[i] & BIAS:\n"
+            "                        values[i] += biases[first + i]\n",
             "",
         ),
         (
-            "                    if count > 0:\n",
-            "                    if meta & BIAS:\n                        x += biases[first + i]\n"
-            "                    if count > 0:\n",
+            "values[i] = logits[uint64(place + tokens[i])]\n",
+            "values[i] = logits[uint64(place + tokens[i])]\n"
+            "                if page_metas[i] & BIAS:\n"
+            "                    values[i] += biases[first + i]\n",
         ),
     ),
     fault(
@@ -366,14 +374,33 @@ MUTANTS: tuple[Mutant, ...] = (
         NUMBA,
         changes_of_sign,
         (
-            "x -= frequency * float32(count) + presence\n",
-            "is_negative = x < 0\n"
-            "                        x -= frequency * float32(count) + presence\n",
+            "values[i] = x * scale if x < 0 else x / scale",
+            "values[i] = x * scale if values[i] < 0 else x / scale",
         ),
-        (
-            "                        is_negative = x < 0\n                        x *=",
-            "                        x *=",
-        ),
+    ),
+    fault(
+        "stop tokens alone are no flags",
+        NUMBA,
+        short_outputs,
+        ("if flags & (BIAS | STOP):", "if flags & BIAS:"),
+    ),
+    fault(
+        "a bias is left behind",
+        NUMBA,
+        bias_after_scaling,
+        ("biases[places[i]] = bits[i]", "pass"),
+    ),
+    fault(
+        "an owner's header is left to the next one",
+        NUMBA,
+        reused_slots,
+        ("headers[slots[i], column] = values[i * HEADER + column]", "pass"),
+    ),
+    fault(
+        "a page is given to the list's beginning",
+        NUMBA,
+        growing_lists,
+        ("page_table[slot, ordinal] = pages[i]", "page_table[slot, 0] = pages[i]"),
     ),
     fault(
         "repeated tokens of a step counted once",
@@ -413,7 +440,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "an old pool is written after growth",
         NUMBA,
         growing_lists,
-        ("if self._pool_of is not tables.biases:", "if self._pool_of is None:"),
+        ("if self._arrays_of is not tables.biases:", "if self._arrays_of is None:"),
     ),
     # --- Triton
     fault(

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -29,7 +30,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "data", [[3, 1, 2], torch.tensor([3, 1, 2]), torch.tensor([3, 1, 2], dtype=torch.int32)]
+    "data",
+    [
+        [3, 1, 2],
+        torch.tensor([3, 1, 2]),
+        torch.tensor([3, 1, 2], dtype=torch.int32),
+        np.array([3, 1, 2]),
+        np.array([3, 1, 2], np.int32),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 def test_a_copy_has_the_values_and_the_type_asked_for(data: object, dtype: torch.dtype) -> None:

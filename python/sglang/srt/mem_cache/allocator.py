@@ -147,7 +147,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 owner,
             ]
         )
-        page_of, offset, row = to_device_async(torch.from_numpy(plan), torch.int64, self.device)
+        page_of, offset, row = to_device_async(plan, torch.int64, self.device)
         if len(taken) == 0:
             return last_loc[row] + offset
         new_loc = taken[page_of.clamp(min=0)] * self.page_size + offset

@@ -65,7 +65,7 @@ def _grow(
         np.arange(row * width + cur, row * width + nxt)
         for row, cur, nxt in zip(rows, cur_lens, nxt_lens, strict=True)
     ]
-    index = to_device_async(torch.from_numpy(np.concatenate(cells)), torch.int64, batch.device)
+    index = to_device_async(np.concatenate(cells), torch.int64, batch.device)
     pool.flat.index_copy_(0, index, out_cache_loc)
     return out_cache_loc
 

@@ -11,6 +11,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 
@@ -132,14 +133,15 @@ def is_pin_memory_available(device: str | torch.device | None = None) -> bool:
 
 
 def to_device_async(
-    data: Sequence | torch.Tensor, dtype: torch.dtype, device: torch.device
+    data: Sequence | np.ndarray | torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Copy host data to `device` without waiting for what the device is doing.
 
     Parameters
     ----------
-    data : sequence of numbers or Tensor on the host
-        Values to copy. They may be changed after the call.
+    data : sequence of numbers, ndarray, or Tensor on the host
+        Values to copy. They may be changed after the call, but those of an array, which is given away:
+        on the CPU it becomes the result's memory.
     dtype : torch.dtype
         Type of the result.
     device : torch.device
@@ -155,6 +157,10 @@ def to_device_async(
     if isinstance(data, torch.Tensor):
         host = data.to(dtype)
         host = host.pin_memory() if pin else host.clone()
+    elif isinstance(data, np.ndarray):
+        host = torch.from_numpy(data)
+        host = host if host.dtype == dtype else host.to(dtype)
+        host = host.pin_memory() if pin else host
     else:
         host = torch.tensor(data, dtype=dtype, pin_memory=pin)
     return host.to(device, non_blocking=True)

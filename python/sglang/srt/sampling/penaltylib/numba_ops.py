@@ -9,21 +9,20 @@ The compiler may neither fuse nor reorder arithmetic, so the numbers are those o
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import boolean, float32, int32, int64, uint8, void
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import boolean, float32, int32, int64, uint8, uint64, void
 
 from sglang.srt.sampling.penaltylib.sparse_layout import (
     BIAS,
     COUNT_MASK,
     COUNTING,
     FREQUENCY,
+    HEADER,
     LIMIT,
     MIN_NEW,
     NUM_ENTRIES,
@@ -41,11 +40,10 @@ from sglang.srt.sampling.penaltylib.sparse_layout import (
 from sglang.srt.sampling.penaltylib.torch_ops import TorchPenaltyOps
 
 if TYPE_CHECKING:
-    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep
+    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep, PenaltyUpdate
 
-AHEAD = 24
-"""Entries that a logit is asked for ahead of its turn, for nearly each is a miss of all caches. 64 rows
-of 128 k logits with 2048 tokens took 2.8 ms without on an EPYC, 1.8 with 8, 1.2 with 24, 1.7 with 48."""
+SHARE = 256
+"""Pages of lists that make it worth another thread's while: 32,768 logits take some 150 us."""
 
 
 def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -61,42 +59,60 @@ def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     return compile_
 
 
-@intrinsic
-def _prefetch(typing_context: Any, array: Any, place: Any) -> Any:
-    """Begin to bring an element of a vector into the cache, and go on."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = signature.args[0]
-        struct = context.make_array(kind)(context, builder, args[0])
-        pointer = cgutils.get_item_pointer(context, builder, kind, struct, [args[1]])
-        byte_pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        prefetch = builder.module.declare_intrinsic(
-            "llvm.prefetch",
-            [byte_pointer],
-            ir.FunctionType(ir.VoidType(), [byte_pointer, flag, flag, flag]),
-        )
-        # To be written; to be kept in all levels; data.
-        flags = [ir.Constant(flag, value) for value in (1, 3, 1)]
-        builder.call(prefetch, [builder.bitcast(pointer, byte_pointer), *flags])
-        return context.get_dummy_value()
-
-    return void(array, place), generate
-
-
 _MATRIX = int32[:, ::1]
 _POOL = int32[::1]
 
 
-@_compiled(int64(_POOL, _MATRIX, int64, int64, int64))
+@_compiled(int64(_POOL, int64, int64, int64, int64, _MATRIX, _MATRIX, _POOL, _POOL, float32[::1]))
+def _update(
+    packed,
+    start,
+    num_given,
+    num_admitted,
+    num_entries,
+    headers,
+    page_table,
+    stored,
+    metas,
+    biases,
+):
+    """Write what `PenaltyUpdate.parts` takes apart to where it belongs.
+
+    Returns how many pages the longest of the lists has that were given any.
+    """
+    longest = 0
+    per_slot = page_table.shape[1]
+    table_places = packed[start:]
+    pages = table_places[num_given:]
+    for i in range(num_given):
+        slot, ordinal = table_places[i] // per_slot, table_places[i] % per_slot
+        page_table[slot, ordinal] = pages[i]
+        longest = max(longest, ordinal + 1)
+    slots = pages[num_given:]
+    values = slots[num_admitted:]
+    for i in range(num_admitted):
+        for column in range(HEADER):
+            headers[slots[i], column] = values[i * HEADER + column]
+    places = values[num_admitted * HEADER :]
+    tokens, counts = places[num_entries:], places[2 * num_entries :]
+    bits = places[3 * num_entries :].view(np.float32)
+    for i in range(num_entries):
+        stored[places[i]] = tokens[i]
+        metas[places[i]] = counts[i]
+        biases[places[i]] = bits[i]
+    return longest
+
+
+@_compiled(int64(_POOL, _MATRIX, int64, int64, int32))
 def _find(stored, page_table, slot, length, token):
     """Entry of a token in the first `length` ones of a slot's list, -1 if there is none."""
     for start in range(0, length, PAGE):
         first = page_table[slot, start // PAGE] * PAGE
         page = stored[first : first + min(PAGE, length - start)]
-        hit = -1
-        # Without a way out before the end of the page, eight entries are compared at once.
-        for i in range(len(page)):
-            hit = max(hit, i if page[i] == token else -1)
+        hit = int32(-1)
+        # Without a way out before the end of the page, many entries are compared at once.
+        for i in range(int32(len(page))):
+            hit = max(hit, int32(i) if page[i] == token else int32(-1))
         if hit >= 0:
             return start + hit
     return -1
@@ -151,7 +167,7 @@ def _ingest(
             is_counted = is_counted and (commit or k > 0)
             entry = -1
             if is_counted:
-                entry = _find(stored, page_table, slot, length, token)
+                entry = _find(stored, page_table, slot, length, int32(token))
                 # The planner sees to it that all fit. If it did not, the list would end here.
                 if entry < 0 and length < capacity:
                     entry = length
@@ -171,8 +187,11 @@ def _ingest(
 
 @_compiled(
     void(
-        float32[:, :],
+        float32[::1],
+        int64,
         _MATRIX,
+        int64,
+        int64,
         _MATRIX,
         float32[:, ::1],
         _MATRIX,
@@ -182,12 +201,16 @@ def _ingest(
         float32[::1],
         uint8[:, :, ::1],
         _POOL,
+        float32[::1],
         boolean,
     )
 )
 def _apply(
     logits,
+    stride,
     index,
+    begin,
+    end,
     headers,
     params,
     page_table,
@@ -197,11 +220,21 @@ def _apply(
     biases,
     ancestors,
     staged_counts,
+    page_logits,
     is_tree,
 ):
-    """Penalize rows in place. `staged_counts` has a zero for each entry, and has them again after."""
+    """Penalize nodes `begin` to `end` of all rows' nodes in place, `stride` logits from each other.
+
+    `staged_counts` has a zero for each entry, and has them again after. `page_logits` is for a page's.
+
+    A page of a list is read, computed and written in three loops. The first one only reads, for nearly
+    each logit is a miss of all caches, and so many of them are waited for at once. The second works on
+    memory that lies side by side, on several entries at a time.
+    """
     num_nodes = ancestors.shape[1] if is_tree else 1
-    for column in range(index.shape[1]):
+    which = NUM_STAGED if is_tree else NUM_ENTRIES
+    for item in range(begin, end):
+        column, node = item // num_nodes, item % num_nodes
         slot = index[SLOT, column]
         if slot < 0:
             continue
@@ -209,42 +242,42 @@ def _apply(
         frequency = params[slot, FREQUENCY]
         presence = params[slot, PRESENCE]
         repetition = params[slot, REPETITION]
-        length = headers[slot, NUM_STAGED if is_tree else NUM_ENTRIES]
-        for node in range(num_nodes):
-            num_output = headers[slot, NUM_OUTPUT]
-            # Nodes on the way from the root, without it.
-            for inner in range(1, num_nodes):
-                if ancestors[row, node, inner]:
-                    num_output += 1
-                    if draft_entries[slot, inner] >= 0:
-                        staged_counts[draft_entries[slot, inner]] += 1
-            is_short = num_output < headers[slot, MIN_NEW]
-            values = logits[row * num_nodes + node]
-            for start in range(0, length, PAGE):
-                first = page_table[slot, start // PAGE] * PAGE
-                last = min(PAGE, length - start) - 1
-                for i in range(min(AHEAD, last + 1)):
-                    _prefetch(values, int64(stored[first + i]))
-                for i in range(last + 1):
-                    _prefetch(values, int64(stored[first + min(i + AHEAD, last)]))
-                    token, meta = stored[first + i], metas[first + i]
-                    count = (meta & COUNT_MASK) + staged_counts[start + i]
-                    x = values[token]
-                    if count > 0:
-                        x -= frequency * float32(count) + presence
-                        # A choice of factors and not of results: no branch waits for the logit, so
-                        # the processor is at the next ones already. What is 1 changes no bit.
-                        is_negative = x < 0
-                        x *= repetition if is_negative else float32(1)
-                        x /= float32(1) if is_negative else repetition
-                    if meta & BIAS:
-                        x += biases[first + i]
-                    if meta & STOP and is_short:
-                        x = float32(-np.inf)
-                    values[token] = x
-            for inner in range(1, num_nodes):
-                if ancestors[row, node, inner] and draft_entries[slot, inner] >= 0:
-                    staged_counts[draft_entries[slot, inner]] = 0
+        length = headers[slot, which]
+        num_output = headers[slot, NUM_OUTPUT]
+        # Nodes on the way from the root, without it.
+        for inner in range(1, num_nodes):
+            if ancestors[row, node, inner]:
+                num_output += 1
+                if draft_entries[slot, inner] >= 0:
+                    staged_counts[draft_entries[slot, inner]] += 1
+        is_short = num_output < headers[slot, MIN_NEW]
+        place = (row * num_nodes + node) * stride
+        for start in range(0, length, PAGE):
+            first = page_table[slot, start // PAGE] * PAGE
+            num = min(PAGE, length - start)
+            tokens, page_metas = stored[first : first + num], metas[first : first + num]
+            values, counts = page_logits[:num], staged_counts[start : start + num]
+            for i in range(num):
+                values[i] = logits[uint64(place + tokens[i])]
+            flags = int32(0)
+            for i in range(num):
+                flags = int32(flags | page_metas[i])
+                count = int32((page_metas[i] & COUNT_MASK) + counts[i])
+                # What is 0 or 1 changes no bit.
+                x = values[i] - (frequency * float32(count) + presence if count > 0 else float32(0))
+                scale = repetition if count > 0 else float32(1)
+                values[i] = x * scale if x < 0 else x / scale
+            if flags & (BIAS | STOP):
+                for i in range(num):
+                    if page_metas[i] & BIAS:
+                        values[i] += biases[first + i]
+                    if page_metas[i] & STOP and is_short:
+                        values[i] = float32(-np.inf)
+            for i in range(num):
+                logits[uint64(place + tokens[i])] = values[i]
+        for inner in range(1, num_nodes):
+            if ancestors[row, node, inner] and draft_entries[slot, inner] >= 0:
+                staged_counts[draft_entries[slot, inner]] = 0
 
 
 @_compiled(void(int64[:, ::1], uint8[:, :, ::1]))
@@ -266,15 +299,61 @@ _NO_LENS = np.empty(0, np.int64)
 _NO_TREES = np.empty((0, 0, 0), np.uint8)
 
 
+class _Scratch:
+    """What one thread of an `apply` needs for itself.
+
+    Attributes
+    ----------
+    staged_counts : ndarray, shape (entries of the longest list,), int32
+        Zeros.
+    page_logits : ndarray, shape (PAGE,), float32
+    """
+
+    def __init__(self, num_entries: int) -> None:
+        self.staged_counts = np.zeros(num_entries, np.int32)
+        self.page_logits = np.empty(PAGE, np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self.staged_counts.nbytes + self.page_logits.nbytes
+
+
 class NumbaPenaltyOps:
-    """What `PenaltyState` asks of a backend, see there."""
+    """What `PenaltyState` asks of a backend, see there.
+
+    An `apply` that has much to do is shared by as many threads as torch's operations have.
+    """
 
     def __init__(self) -> None:
         # For logits of 16 bits, in which no engine penalizes on a CPU.
         self._torch_ops = TorchPenaltyOps()
-        self._pool: tuple[np.ndarray, ...] = ()
-        self._pool_of: torch.Tensor | None = None
-        self._staged_counts = np.zeros(0, np.int32)
+        self._arrays_of: torch.Tensor | None = None
+        self._arrays: tuple[np.ndarray, ...] = ()
+        self._longest = 0
+        self._scratch: list[_Scratch] = []
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held besides the tables."""
+        return sum(scratch.nbytes for scratch in self._scratch) + self._torch_ops.nbytes
+
+    def update(self, tables: PenaltyTables, update: PenaltyUpdate) -> None:
+        """Write pages, headers and entries to where the planner has put them."""
+        headers, _, page_table, stored, metas, _, biases = self._arrays_in(tables)
+        longest = _update(
+            update.packed.numpy(),
+            update.start,
+            update.num_given,
+            update.num_admitted,
+            update.num_entries,
+            headers,
+            page_table,
+            stored,
+            metas,
+            biases,
+        )
+        self._longest = max(self._longest, longest)
 
     def ingest(
         self,
@@ -285,7 +364,7 @@ class NumbaPenaltyOps:
         commit: bool,
     ) -> None:
         """Append `tokens`, shape (B, K), to the lists, counted (`commit`) or as tails."""
-        headers, _, page_table, stored, metas, draft_entries, _ = self._arrays(tables)
+        headers, _, page_table, stored, metas, draft_entries, _ = self._arrays_in(tables)
         _ingest(
             step.index.numpy(),
             tokens.to(torch.int64).numpy(),
@@ -311,21 +390,56 @@ class NumbaPenaltyOps:
         if logits.dtype != torch.float32:
             self._torch_ops.apply(tables, step, logits, ancestors)
             return
-        headers, params, page_table, stored, metas, draft_entries, biases = self._arrays(tables)
-        _apply(
-            logits.detach().numpy(),
-            step.index.numpy(),
-            headers,
-            params,
-            page_table,
-            stored,
-            metas,
-            draft_entries,
-            biases,
-            _NO_TREES if ancestors is None else ancestors.view(torch.uint8).numpy(),
-            self._staged_counts,
-            ancestors is not None,
-        )
+        headers, params, page_table, stored, metas, draft_entries, biases = self._arrays_in(tables)
+        flat, index = _flat_array(logits), step.index.numpy()
+        trees = _NO_TREES if ancestors is None else ancestors.view(torch.uint8).numpy()
+        num_nodes = 1 if ancestors is None else ancestors.shape[1]
+        num_items = step.num_rows * num_nodes
+        num_shares = max(1, min(step.total_pages * num_nodes // SHARE, torch.get_num_threads()))
+        scratches = self._scratches(num_shares)
+
+        def run(share: int) -> None:
+            _apply(
+                flat,
+                logits.stride(0),
+                index,
+                num_items * share // num_shares,
+                num_items * (share + 1) // num_shares,
+                headers,
+                params,
+                page_table,
+                stored,
+                metas,
+                draft_entries,
+                biases,
+                trees,
+                scratches[share].staged_counts,
+                scratches[share].page_logits,
+                ancestors is not None,
+            )
+
+        self._run_shares(run, num_shares)
+
+    def _scratches(self, num: int) -> list[_Scratch]:
+        num_entries = self._longest * PAGE
+        if len(self._scratch) < num or len(self._scratch[0].staged_counts) < num_entries:
+            num = max(num, len(self._scratch))
+            self._scratch = [_Scratch(num_entries) for _ in range(num)]
+        return self._scratch
+
+    def _run_shares(self, run: Callable[[int], None], num_shares: int) -> None:
+        others: list[Future[None]] = []
+        if num_shares > 1:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(torch.get_num_threads() - 1, "penalties")
+            others = [self._threads.submit(run, share) for share in range(1, num_shares)]
+        run(0)
+        for share, other in enumerate(others, 1):
+            # What no thread has begun yet is done sooner than waited for.
+            if other.cancel():
+                run(share)
+            else:
+                other.result()
 
     def ancestors(self, parents: torch.Tensor) -> torch.Tensor:
         """Who is on whose way, shape (B, D, D), bool, see `ancestors_from_parents`."""
@@ -334,11 +448,11 @@ class NumbaPenaltyOps:
         _mark_ways(parents.to(torch.int64).numpy(), mask.view(torch.uint8).numpy())
         return mask
 
-    def _arrays(self, tables: PenaltyTables) -> tuple[np.ndarray, ...]:
+    def _arrays_in(self, tables: PenaltyTables) -> tuple[np.ndarray, ...]:
         """The tables' memory, seen by numpy. It stays where it is until the pool grows."""
-        if self._pool_of is not tables.biases:
-            self._pool_of = tables.biases
-            self._pool = tuple(
+        if self._arrays_of is not tables.biases:
+            self._arrays_of = tables.biases
+            self._arrays = tuple(
                 tensor.numpy()
                 for tensor in (
                     tables.headers,
@@ -350,5 +464,13 @@ class NumbaPenaltyOps:
                     tables.biases,
                 )
             )
-            self._staged_counts = np.zeros(len(tables.tokens), np.int32)
-        return self._pool
+        return self._arrays
+
+
+def _flat_array(logits: torch.Tensor) -> np.ndarray:
+    """The memory of rows of logits, from the first to the last."""
+    array = logits.detach().numpy()
+    if array.flags.c_contiguous:
+        return array.reshape(-1)
+    size = (len(logits) - 1) * logits.stride(0) + logits.shape[1]
+    return logits.detach().as_strided((size,), (1,)).numpy()

@@ -35,7 +35,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Final, NamedTuple
 
@@ -160,14 +161,14 @@ class PenaltyPool:
         if self.max_entries is not None and self.max_pages * PAGE > _INT32_MAX:
             raise ValueError(f"a pool may have {_INT32_MAX} entries at most, got {self}")
 
-    @property
+    @cached_property
     def pages_per_slot(self) -> int:
         """Most pages of a request."""
         most = self.max_entries_per_request
         most = self.vocab_size if most is None else min(most, self.vocab_size)
         return max(1, ceil_div(most, PAGE))
 
-    @property
+    @cached_property
     def max_pages(self) -> int:
         """Most pages of the pool, the two that nobody has included."""
         if self.max_entries is None:
@@ -202,16 +203,11 @@ class _Rows(NamedTuple):
     extras: np.ndarray
 
 
-@dataclass(frozen=True, eq=False)
-class PenaltyUpdate:
-    """What a step changes in the pool before anything reads it; int32 tensors on the device.
+class UpdateParts(NamedTuple):
+    """What an update writes; int32 tensors on the device.
 
     Attributes
     ----------
-    number : int
-        Updates are applied in the order 1, 2, ...
-    num_pages : int
-        Pages that the pool has to have.
     table_places, table_pages : Tensor, shape (U,)
         Places in the flat page table, and the pages to put there.
     slots, headers : Tensor, shapes (A,) and (A, HEADER)
@@ -220,8 +216,6 @@ class PenaltyUpdate:
         Their entries, and where in the pool they go. Biases are the bits of float32.
     """
 
-    number: int
-    num_pages: int
     table_places: torch.Tensor
     table_pages: torch.Tensor
     slots: torch.Tensor
@@ -232,12 +226,44 @@ class PenaltyUpdate:
     biases: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class PenaltyStep:
+class PenaltyUpdate(NamedTuple):
+    """What a step changes in the pool before anything reads it.
+
+    Attributes
+    ----------
+    number : int
+        Updates are applied in the order 1, 2, ...
+    num_pages : int
+        Pages that the pool has to have.
+    packed : Tensor, shape (N,), int32
+        On the device: from `start` on the parts, flat, one behind the other.
+    start : int
+    num_given, num_admitted, num_entries : int
+        Pages that are given, requests that come in, and entries of these: U, A and E of `UpdateParts`.
+    """
+
+    number: int
+    num_pages: int
+    packed: torch.Tensor
+    start: int
+    num_given: int
+    num_admitted: int
+    num_entries: int
+
+    def parts(self) -> UpdateParts:
+        """Views of `packed`."""
+        given, admitted, entries = self.num_given, self.num_admitted, self.num_entries
+        sizes = [given, given, admitted, layout.HEADER * admitted, *[entries] * 4]
+        parts = UpdateParts(*self.packed[self.start :].split(sizes))
+        return parts._replace(headers=parts.headers.view(-1, layout.HEADER))
+
+
+class PenaltyStep(NamedTuple):
     """The penalties' part of one forward of ``B`` requests, ``P`` of which have any.
 
-    Never written after it is made, but for those of `PenaltyState.static_step`. Its tensors are made
-    on the stream that is current when it is planned, ahead of the forward that is submitted with it.
+    Its tensors are not written after it is made, but for those of `PenaltyState.static_step`. They are
+    made on the stream that is current when it is planned, ahead of the forward that is submitted with
+    it.
 
     Attributes
     ----------
@@ -277,7 +303,7 @@ class PenaltyStep:
     commits: bool = True
     fed_tokens: torch.Tensor | None = None
     is_padded: bool = False
-    host: _Rows | None = field(default=None, repr=False)
+    host: _Rows | None = None
 
 
 class _Record:
@@ -309,10 +335,9 @@ class _Record:
         self.num_read = len(request.output_ids)
         return len(self.known) + max(0, num_output - self.num_read)
 
-    def header(self) -> np.ndarray:
-        """What the slot's header becomes."""
+    def write_header(self, header: np.ndarray) -> None:
+        """Put what the slot's header becomes into `header`, shape (HEADER,), int32."""
         request, size = self.request, len(self.metas)
-        header = np.zeros(layout.HEADER, np.int32)
         header[layout.NUM_ENTRIES] = header[layout.NUM_STAGED] = size
         header[layout.NUM_OUTPUT] = self.num_output
         header[layout.MIN_NEW] = min(request.min_new_tokens, _INT32_MAX)
@@ -321,20 +346,17 @@ class _Record:
         params[layout.FREQUENCY] = request.frequency_penalty
         params[layout.PRESENCE] = request.presence_penalty
         params[layout.REPETITION] = max(request.repetition_penalty, MIN_SCALING)
-        return header
 
-    def entries(self) -> np.ndarray:
-        """Place in the pool, token, meta and bias of each entry, shape (4, entries), int32."""
+    def write_entries(self, entries: np.ndarray) -> None:
+        """Put each entry's place in the pool, token, meta and bias into `entries`, (4, E), int32."""
         size = len(self.metas)
-        entries = np.empty((4, size), np.int32)
-        numbers = np.arange(size)
-        entries[0] = np.array(self.pages, np.int32)[numbers // PAGE] * PAGE + numbers % PAGE
+        for start, page in zip(range(0, size, PAGE), self.pages):
+            num = min(PAGE, size - start)
+            entries[0, start : start + num] = np.arange(page * PAGE, page * PAGE + num)
         entries[1] = np.fromiter(self.metas, np.int32, size)
         entries[2] = np.fromiter(self.metas.values(), np.int32, size)
-        entries[3] = 0
         if bias := self.request.logit_bias:
             entries[3].view(np.float32)[:] = [bias.get(token, 0.0) for token in self.metas]
-        return entries
 
 
 class PenaltyPlanner:
@@ -369,6 +391,7 @@ class PenaltyPlanner:
         self._settled = np.zeros(pool.num_slots, np.int64)
         self._in_flight = np.zeros(pool.num_slots, np.int64)
         self._capacity = np.zeros(pool.num_slots, np.int64)
+        self._num_pages_of = np.zeros(pool.num_slots, np.int64)
         # The batch that was planned last, and its step: a batch that stays the same costs no copy.
         self._last_key: object = None
         self._last_rows: _Rows | None = None
@@ -423,7 +446,7 @@ class PenaltyPlanner:
         self._has_flags[slot] = request.masks_stops or len(request.logit_bias) > 0
         self._num_output[slot] = len(request.output_ids)
         self._settled[slot] = len(record.known)
-        self._in_flight[slot] = self._capacity[slot] = 0
+        self._in_flight[slot] = self._capacity[slot] = self._num_pages_of[slot] = 0
         self._last_key = None
         return True
 
@@ -494,7 +517,7 @@ class PenaltyPlanner:
             record.is_admitted = True
             record.metas = {}  # the device has them now
         self._last_key, self._last_rows = key, rows
-        self._last_step = replace(step, update=None)
+        self._last_step = step._replace(update=None)
         return self._with_tokens(step, fed_tokens)
 
     @staticmethod
@@ -502,7 +525,7 @@ class PenaltyPlanner:
         if fed_tokens is None:
             return step
         _check(fed_tokens, (step.batch_size,), "fed_tokens")
-        return replace(step, fed_tokens=fed_tokens)
+        return step._replace(fed_tokens=fed_tokens)
 
     def settle(
         self, step: PenaltyStep | None, lens: Sequence[int] | torch.Tensor | None = None
@@ -519,11 +542,13 @@ class PenaltyPlanner:
         if step is None:
             return
         host = step.host
-        is_here = self._generations[host.slots] == host.generations
-        slots = host.slots[is_here]
-        lengths = host.limits if lens is None else np.asarray(lens)[host.rows]
-        lengths = np.minimum(lengths, host.limits)[is_here]
-        self._in_flight[slots] -= host.reserves[is_here]
+        slots, lengths, reserves = host.slots, host.limits, host.reserves
+        if lens is not None:
+            lengths = np.minimum(np.asarray(lens)[host.rows], lengths)
+        is_here = self._generations[slots] == host.generations
+        if np.count_nonzero(is_here) < len(slots):
+            slots, lengths, reserves = slots[is_here], lengths[is_here], reserves[is_here]
+        self._in_flight[slots] -= reserves
         self._num_output[slots] += lengths
         self._settled[slots] += lengths * self._is_counting[slots]
 
@@ -541,19 +566,22 @@ class PenaltyPlanner:
                 f"trees of {num_draft_tokens} nodes in a pool for {self.pool.max_draft_tokens}"
             )
         all_slots = np.asarray(slots, np.int64)
-        rows = np.flatnonzero((all_slots >= 0) & self._is_active[all_slots])
+        rows = ((all_slots >= 0) & self._is_active[all_slots]).nonzero()[0]
         if len(rows) == 0:
             return None
         taken = all_slots[rows]
-        if len(np.unique(taken)) != len(taken):
+        # Rows of nobody may all be -1.
+        if len(set(slots)) < len(slots) and len(np.unique(taken)) < len(taken):
             raise ValueError(f"a slot occurs twice among {slots}")
         limits = np.full(len(slots), max_tokens, np.int64)
-        limits[uncommitted] = 0
+        if uncommitted:
+            limits[uncommitted] = 0
         limits = limits[rows]
         is_counting = self._is_counting[taken]
-        reserves = limits * is_counting
-        # A commit begins where the tail begins, so the longer of the two counts.
-        extras = np.maximum(reserves, max(num_draft_tokens - 1, 0) * is_counting)
+        extras = reserves = limits * is_counting
+        if num_draft_tokens > 0:
+            # A commit begins where the tail begins, so the longer of the two counts.
+            extras = np.maximum(reserves, (num_draft_tokens - 1) * is_counting)
         return _Rows(rows, taken, self._generations[taken], limits, reserves, extras)
 
     # ---- pages
@@ -562,8 +590,8 @@ class PenaltyPlanner:
         """Make room for a step; returns slot, ordinal and page of each page that is given."""
         slots = rows.slots
         needed = self._settled[slots] + self._in_flight[slots] + rows.extras
-        is_short = needed > self._capacity[slots]
-        grown = self._grow(rows, np.flatnonzero(is_short).tolist()) if is_short.any() else []
+        short = (needed > self._capacity[slots]).nonzero()[0]
+        grown = self._grow(rows, short.tolist()) if len(short) > 0 else []
         self._in_flight[slots] += rows.reserves
         return grown
 
@@ -574,8 +602,9 @@ class PenaltyPlanner:
             slot = int(rows.slots[i])
             record = self._records[slot]
             # What was settled token by token is counted token by token; now look which are distinct.
-            self._settled[slot] = record.count_entries(int(self._num_output[slot]))
-            needed = int(self._settled[slot] + self._in_flight[slot] + rows.extras[i])
+            settled = record.count_entries(int(self._num_output[slot]))
+            self._settled[slot] = settled
+            needed = settled + int(self._in_flight[slot]) + int(rows.extras[i])
             needed = min(needed, self.pool.vocab_size)
             self._check_size(record, needed)
             num = ceil_div(needed, PAGE) - len(record.pages)
@@ -608,6 +637,7 @@ class PenaltyPlanner:
         for _ in range(num):
             given.append((slot, len(pages), self._free[-1]))
             pages.append(self._free.pop())
+        self._num_pages_of[slot] = len(pages)
         size = len(pages) * PAGE
         # A list as long as the vocabulary has every token there is.
         self._capacity[slot] = size if size < self.pool.vocab_size else _INT32_MAX
@@ -622,47 +652,68 @@ class PenaltyPlanner:
         grown: list[tuple[int, int, int]],
         admitted: list[_Record],
     ) -> PenaltyStep:
-        num_pages = [len(self._records[slot].pages) for slot in rows.slots.tolist()]
-        index = np.stack((rows.rows, rows.slots, rows.limits, num_pages)).astype(np.int32)
-        parts = [index]
-        if grown or admitted:
-            parts += self._update_parts(grown, admitted)
-        device = _copy_parts(parts, self.device)
-        update = None
-        if len(device) > 1:
-            self._num_updates += 1
-            update = PenaltyUpdate(self._num_updates, self._num_pages, *device[1:])
         slots, max_tokens, num_draft_tokens, _ = key
+        num_rows, num_given, num_admitted = len(rows.rows), len(grown), len(admitted)
+        num_entries = sum([len(record.metas) for record in admitted])
+        size = 2 * num_given + (1 + layout.HEADER) * num_admitted + 4 * num_entries
+        packed = np.zeros(4 * num_rows + size, np.int32)
+        index = packed[: 4 * num_rows].reshape(4, num_rows)
+        index[layout.ROW], index[layout.SLOT], index[layout.LIMIT] = (
+            rows.rows,
+            rows.slots,
+            rows.limits,
+        )
+        index[layout.PAGES] = num_pages = self._num_pages_of[rows.slots]
+        self._write_update(packed[4 * num_rows :], grown, admitted)
+
+        device = to_device_async(packed, torch.int32, self.device)
+        update = None
+        if size > 0:
+            self._num_updates += 1
+            update = PenaltyUpdate(
+                self._num_updates,
+                self._num_pages,
+                device,
+                4 * num_rows,
+                num_given,
+                num_admitted,
+                num_entries,
+            )
         return PenaltyStep(
             batch_size=len(slots),
-            num_rows=len(rows.rows),
+            num_rows=num_rows,
             max_tokens=max_tokens,
             num_draft_tokens=num_draft_tokens,
-            index=device[0],
-            total_pages=sum(num_pages),
+            index=device.as_strided((4, num_rows), (num_rows, 1)),
+            total_pages=sum(num_pages.tolist()),
             update=update,
-            has_flags=bool(self._has_flags[rows.slots].any()),
-            commits=bool(rows.limits.any()),
+            has_flags=any(self._has_flags[rows.slots].tolist()),
+            commits=any(rows.limits.tolist()),
             host=rows,
         )
 
-    def _update_parts(
-        self, grown: list[tuple[int, int, int]], admitted: list[_Record]
-    ) -> list[np.ndarray]:
-        table = np.array(grown, np.int32).reshape(-1, 3)
-        table_places = table[:, 0] * self.pool.pages_per_slot + table[:, 1]
-        slots = np.array([record.request.slot for record in admitted], np.int32)
-        headers = np.array([record.header() for record in admitted], np.int32)
-        entries = [record.entries() for record in admitted if record.metas]
-        entries = np.concatenate(entries, axis=1) if entries else np.empty((4, 0), np.int32)
-        return [table_places, table[:, 2], slots, headers.reshape(-1, layout.HEADER), *entries]
-
-
-def _copy_parts(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copy int32 arrays to the device as one."""
-    packed = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
-    copied = to_device_async(packed, torch.int32, device).split([part.size for part in parts])
-    return [tensor.view(part.shape) for tensor, part in zip(copied, parts)]
+    def _write_update(
+        self, packed: np.ndarray, grown: list[tuple[int, int, int]], admitted: list[_Record]
+    ) -> None:
+        """Fill what `PenaltyUpdate.parts` takes apart; it is zero so far."""
+        start = 2 * len(grown)
+        if grown:
+            per_slot = self.pool.pages_per_slot
+            packed[: len(grown)] = [slot * per_slot + ordinal for slot, ordinal, _ in grown]
+            packed[len(grown) : start] = [page for _, _, page in grown]
+        if not admitted:
+            return
+        packed = packed[start:]
+        size = len(admitted)
+        packed[:size] = [record.request.slot for record in admitted]
+        headers = packed[size : (1 + layout.HEADER) * size].reshape(size, layout.HEADER)
+        entries = packed[(1 + layout.HEADER) * size :].reshape(4, -1)
+        start = 0
+        for header, record in zip(headers, admitted):
+            record.write_header(header)
+            if record.metas:
+                record.write_entries(entries[:, start : start + len(record.metas)])
+                start += len(record.metas)
 
 
 class PenaltyState:
@@ -706,8 +757,8 @@ class PenaltyState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self.tables.nbytes
+        """Bytes on the device, those of the backend included."""
+        return self.tables.nbytes + self._ops.nbytes
 
     def begin(self, step: PenaltyStep | None, into: PenaltyStep | None = None) -> None:
         """Bring in what the step's forward finds changed: requests, pages of lists that grew, tokens.
@@ -741,13 +792,8 @@ class PenaltyState:
                 f"update {update.number} of the penalties follows number {self._num_updates}"
             )
         self._num_updates = update.number
-        tables = self.tables
         self._resize(update.num_pages)
-        _put(tables.page_table.view(-1), update.table_places, update.table_pages)
-        _put(tables.headers, update.slots, update.headers)
-        _put(tables.tokens, update.entry_places, update.tokens)
-        _put(tables.metas, update.entry_places, update.metas)
-        _put(tables.biases, update.entry_places, update.biases.view(torch.float32))
+        self._ops.update(self.tables, update)
 
     def commit(
         self, step: PenaltyStep | None, tokens: torch.Tensor, lens: torch.Tensor | None = None
@@ -894,11 +940,6 @@ def _make_ops(backend: str, tables: PenaltyTables) -> TorchPenaltyOps:
     from sglang.srt.sampling.penaltylib.triton_ops.sparse_penalties import TritonPenaltyOps
 
     return TritonPenaltyOps()
-
-
-def _put(target: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
-    if len(places) > 0:
-        target.index_copy_(0, places.to(torch.int64), values)
 
 
 def _with_unit_stride(tokens: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ from sglang.srt.sampling.penaltylib.sparse_layout import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep
+    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep, PenaltyUpdate
 
 _NULL = NULL_PAGE * PAGE
 _TRASH = TRASH_PAGE * PAGE
@@ -78,6 +78,15 @@ class TorchPenaltyOps:
     def __init__(self) -> None:
         # A batch that stays the same keeps its index, and with it the places of its entries.
         self._lanes: tuple[torch.Tensor | None, _Lanes | None] = (None, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held besides the tables."""
+        return sum(tensor.nbytes for tensor in self._lanes[1] or ())
+
+    def update(self, tables: PenaltyTables, update: PenaltyUpdate) -> None:
+        """Write pages, headers and entries to where the planner has put them."""
+        write_update(tables, update)
 
     def ingest(
         self,
@@ -299,6 +308,21 @@ def _penalize(values: torch.Tensor, counts: torch.Tensor, params: torch.Tensor) 
     scaled = values - (frequency * counts.to(torch.float32) + presence)
     scaled = torch.where(scaled < 0, scaled * repetition, scaled / repetition)
     return torch.where(counts > 0, scaled, values)
+
+
+def write_update(tables: PenaltyTables, update: PenaltyUpdate) -> None:
+    """Write pages, headers and entries to where the planner has put them. No two go to one place."""
+    parts = update.parts()
+    _put(tables.page_table.view(-1), parts.table_places, parts.table_pages)
+    _put(tables.headers, parts.slots, parts.headers)
+    _put(tables.tokens, parts.entry_places, parts.tokens)
+    _put(tables.metas, parts.entry_places, parts.metas)
+    _put(tables.biases, parts.entry_places, parts.biases.view(torch.float32))
+
+
+def _put(target: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    if len(places) > 0:
+        target.index_copy_(0, places.to(torch.int64), values)
 
 
 def _read(

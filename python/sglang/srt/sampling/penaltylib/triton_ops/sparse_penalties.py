@@ -15,9 +15,10 @@ import triton.language as tl
 
 from sglang.srt.sampling.penaltylib import sparse_layout as layout
 from sglang.srt.sampling.penaltylib.sparse_layout import PenaltyTables
+from sglang.srt.sampling.penaltylib.torch_ops import write_update
 
 if TYPE_CHECKING:
-    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep
+    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep, PenaltyUpdate
 
 PAGE = tl.constexpr(layout.PAGE)
 COUNT_MASK = tl.constexpr(layout.COUNT_MASK)
@@ -269,6 +270,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], launch: Launch, *args: Any) -> N
 
 class TritonPenaltyOps:
     """What `PenaltyState` asks of a backend, see there."""
+
+    nbytes = 0
+    """Bytes that are held besides the tables."""
+
+    def update(self, tables: PenaltyTables, update: "PenaltyUpdate") -> None:
+        """Write pages, headers and entries to where the planner has put them."""
+        write_update(tables, update)
 
     def ingest(
         self,
