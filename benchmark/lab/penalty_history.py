@@ -2,7 +2,8 @@
 
 A round of a case is `STEPS` steps and `JOINS` finishes plus joins on the best penalties that the
 commit has: the sparse ones, or, where there are none yet, its dense penalizers as its overlap loop uses
-them. There is no engine. Each round ends with a step on fresh logits that is held against float64.
+them. There is no engine. Steps on fresh logits, behind the steps and behind the joins, are held against
+float64.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class DenseOfCommit(Subject):
     """The commit's own dense penalizers, in its ``SamplingBatchInfo``."""
 
     counts_first = True
+    joins_last = True
 
     def __init__(self, work: Workload) -> None:
         super().__init__(work)
@@ -175,7 +177,9 @@ class PenaltySession:
             for number in range(JOINS):
                 subject.join(number % case.batch_size)
             joined = time.perf_counter() - started
-            check_joined(cell, subject)
+            for number in range(JOINS):
+                subject.note_join(number % case.batch_size)
+            check_joined("the commit", subject)
         return {
             "us_per_step": block.host_us + block.device_us,
             "us_per_join": 1e6 * joined / JOINS,

@@ -180,7 +180,7 @@ def table(results: Sequence[costs.CellResult], device: str) -> Any:
     made = Table(title=f"Penalties, us a step on {device}", title_justify="left")
     for name in ("kind", "B", "V", "seen"):
         made.add_column(name, justify="left" if name == "kind" else "right")
-    columns = ["sparse", "host", "device", "one-pass", "upstream", "overlap"]
+    columns = ["sparse", "host", "device", "floor", "one-pass", "upstream", "overlap"]
     columns += ["one-pass ÷", "upstream ÷", "overlap ÷", "memory", "upstream's"]
     columns += ["GPU model", "one-pass", "upstream"] + (["by model"] if device == "cuda" else [])
     for name in columns:
@@ -202,6 +202,7 @@ def _cells(result: costs.CellResult, device: str) -> list[str]:
     cells = [cell.kind, str(cell.batch_size), str(cell.vocab_size), "" if joins else str(cell.seen)]
     cells.append(f"[bold]{_number(us['sparse'])}[/]")
     cells += ["", ""] if joins else [_number(result.host_us), _number(result.device_us)]
+    cells.append(_number(us.get("floor")))
     cells += [_number(us.get(name)) for name in costs.OTHERS]
     for name in costs.OTHERS:
         ratio = result.ratios.get(name)
@@ -218,6 +219,8 @@ def _cells(result: costs.CellResult, device: str) -> list[str]:
 LEGEND: Final = (
     "us of a step, medians; '÷': the other's time by ours, median of the rounds' ratios. host: plan and "
     "settle; device: begin, stage, apply, commit.",
+    "floor: each logit that has to change, read and written once in ascending order, on the CPU; no "
+    "penalties, no counting, no looking up.",
     "memory: held between steps + allocated besides within one (from torch's allocator); K and M bytes.",
     "GPU model: us on paper for an H200, bytes / 4.3 TB/s + launches x 2.5 us, see "
     "lab/penalty_model.py; nothing of it was measured.",
@@ -229,16 +232,18 @@ def verdict_table(verdicts: Sequence[costs.Verdict]) -> Any:
     from rich.table import Table
 
     made = Table(title="Targets", title_justify="left")
-    for name in ("device", "target", "met", "worst", "cell", "cells"):
+    for name in ("device", "target", "met", "worst", "cell", "cells", "note"):
         made.add_column(name, justify="right" if name in ("worst", "cells") else "left")
     for verdict in verdicts:
         target = verdict.target
         if verdict.met is None or verdict.worst is None:
-            made.add_row(target.device, target.text, "[dim]not measured[/]", "", "", "")
+            made.add_row(target.device, target.text, "[dim]not measured[/]", "", "", "", "")
             continue
         met = "[green]yes[/]" if verdict.met else "[bold red]no[/]"
         cells = [_number(verdict.value, 3), verdict.worst.cell.name, str(verdict.cells)]
-        made.add_row(target.device, target.text, met, *cells)
+        floor = verdict.floor
+        note = "" if floor is None else f"the floor itself: {_number(floor, 2)}x"
+        made.add_row(target.device, target.text, met, *cells, note)
     return made
 
 
@@ -264,6 +269,7 @@ def document(
                 "met": verdict.met,
                 "value": verdict.value,
                 "cell": verdict.worst.cell.name if verdict.worst else None,
+                "floor": verdict.floor,
             }
             for verdict in verdicts
         ],
@@ -275,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     args = parse_args(argv)
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    console = Console(width=None if sys.stdout.isatty() else 200)
     cells = chosen_cells(args)
     if not cells:
         print("penalties: error: no such cell", file=sys.stderr)

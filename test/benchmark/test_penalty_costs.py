@@ -7,6 +7,7 @@ import io
 import json
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from lab.workloads import PENALTIES
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 KINDS = ("plain", "chain", "tree")
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
 TINY = {kind: Cell(kind, 3, 700, 40) for kind in KINDS} | {"join": Cell("join", 3, 700, 40)}
 
 needs_release = pytest.mark.skipif(
@@ -56,8 +58,10 @@ def test_our_subjects_pass_their_check(kind: str) -> None:
     """`measure` raises where a logit is wrong."""
     cell = TINY[kind]
     found = costs.measure(cell, quick(), Logits([cell], CPU))
-    assert found.us.keys() == {"sparse", "one_pass"}
-    assert found.rounds == 3 and found.ratios.keys() == {"one_pass"}
+    floor = {"floor"} if HAS_NUMBA else set()
+    assert found.us.keys() == {"sparse", "one_pass"} | floor
+    assert found.rounds == 3 and found.ratios.keys() == {"one_pass"} | floor
+    assert bool(found.notes) is not HAS_NUMBA
     assert found.host_us > 0 and found.device_us > 0
     assert found.state_bytes["one_pass"] > 9 * 3 * 700
     assert found.temporary_bytes["sparse"] >= 0
@@ -71,6 +75,8 @@ def test_upstream_passes_its_check(kind: str) -> None:
     library = upstream_penalties.load(compiles=False)
     found = costs.measure(cell, quick(library=library), Logits([cell], CPU))
     others = {"upstream"} if kind == "join" else {"one_pass", "upstream", "overlap"}
+    if kind != "join" and HAS_NUMBA:
+        others.add("floor")
     assert found.us.keys() == {"sparse", *others}
     # Four float32 a column, one of them with a column more until it is copied; and numbers a row.
     more = 0 if kind == "join" else 3 * 4
@@ -85,7 +91,8 @@ def test_dense_penalizers_of_a_commit_pass_their_check(kind: str) -> None:
     costs.Stepper(subject, logits.of(cell))(5)
     costs.check("dense", subject, logits)
     subject.join(1)
-    costs.check_joined(cell, subject)
+    subject.note_join(1)
+    costs.check_joined("dense", subject)
 
 
 @pytest.mark.parametrize("what", ["nothing", "a token less", "a step late"])
@@ -108,11 +115,104 @@ def test_work_that_is_not_done_is_noticed(what: str) -> None:
 
 
 def test_a_lost_request_is_noticed() -> None:
+    """Also one whose row is not compared."""
+    subject = costs.Sparse(costs.Workload(Cell("join", 9, 700, 40), CPU))
+    subject.planner.release(7)
+    with pytest.raises(WorkNotDone, match="it has lost a request's stop tokens"):
+        costs.check_joined("it", subject)
+
+
+class KeepsTheOldCounts(costs.Sparse):
+    def join(self, row: int) -> None:
+        pass
+
+
+class LosesANeighbour(costs.Sparse):
+    def join(self, row: int) -> None:
+        super().join(row)
+        super().join((row + 1) % len(self._slots))
+
+
+class MovesTheOthers(costs.Sparse):
+    """As upstream's rows move, but the truth of ours is that they stay."""
+
+    def join(self, row: int) -> None:
+        super().join(row)
+        self._slots.append(self._slots.pop(row))
+
+
+@pytest.mark.parametrize("joins", [0, 1, 7], ids=lambda joins: f"{joins} joins before")
+@pytest.mark.parametrize("wrong", [KeepsTheOldCounts, LosesANeighbour, MovesTheOthers])
+def test_joins_that_go_wrong_are_noticed(wrong: type[costs.Sparse], joins: int) -> None:
+    """Also behind so many joins that no request is left of those at the beginning."""
     cell = TINY["join"]
-    subject = costs.Sparse(costs.Workload(cell, CPU))
-    subject.planner.release(1)
-    with pytest.raises(WorkNotDone, match="stop tokens"):
-        costs.check_joined(cell, subject)
+    for kind in (costs.Sparse, wrong):
+        subject = kind(costs.Workload(cell, CPU))
+        costs.Stepper(subject, Logits([TINY["plain"]], CPU).of(TINY["plain"]))(3)
+        for _ in range(joins):
+            costs.Joiner(subject, CPU)(1)
+        if kind is costs.Sparse:
+            costs.check_joined("ours", subject)
+            continue
+        with pytest.raises(WorkNotDone, match="join-b3-v700-s40: it makes"):
+            costs.check_joined("it", subject)
+
+
+def test_a_join_that_is_not_noted_is_noticed() -> None:
+    subject = costs.Sparse(costs.Workload(TINY["join"], CPU))
+    subject.join(1)
+    with pytest.raises(WorkNotDone):
+        costs.check_joined("it", subject)
+
+
+def test_who_has_said_what_behind_joins() -> None:
+    class First(costs.Subject):
+        joins_last = True
+
+    subject = First(costs.Workload(TINY["join"], CPU))
+    outputs, (turn, *_) = subject.work.outputs, subject.work.turns
+    subject.taken[0] += 1
+    subject.note_join(0)
+    assert subject.said_so_far(0) == Counter([*outputs[1], *turn.host_tokens[1]])
+    assert subject.said_so_far(2) == Counter()
+    subject.taken[0] += 2
+    subject.note_join(1)
+    assert subject.said_so_far(0) == Counter(
+        [*outputs[1], *turn.host_tokens[1], *turn.host_tokens[0] * 2]
+    )
+    assert subject.said_so_far(1) == Counter(turn.host_tokens[2] * 2)
+    assert subject.said_so_far(2) == Counter()
+
+
+# --- What is measured ---------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_floor_touches_what_penalties_change(kind: str) -> None:
+    """Those logits and no others: all that the truth penalizes, and at most what a stop token masks."""
+    cell = TINY[kind]
+    work = costs.Workload(cell, CPU)
+    subject = costs.Touch(work)
+    for turn in work.turns[:2]:
+        touched = torch.zeros(cell.batch_size * cell.num_nodes, cell.vocab_size)
+        subject.run(subject.before(turn), turn, touched)
+        for place, row in enumerate(touched):
+            request, node = divmod(place, cell.num_nodes)
+            said = {*work.outputs[request], *costs.REQUEST.stop_token_ids}
+            said |= {turn.host_drafts[request][n] for n in cell.ways[node] if n != 0}
+            assert set(row.nonzero().view(-1).tolist()) == said
+        # Each of them once.
+        assert torch.unique(touched[touched != 0]).numel() == 1
+
+
+def test_a_floor_that_is_left_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.penalty_costs.subjects.find_spec", lambda name: None)
+    assert costs.Touch.why_not(torch.device("cuda")) == "it is one of the CPU"
+    cell = TINY["plain"]
+    found = costs.measure(cell, quick(backend="torch"), Logits([cell], CPU))
+    assert "floor" not in found.us
+    assert found.notes == ["floor left out: numba is not installed"]
 
 
 def test_lists_stay_as_long_as_the_cell_says() -> None:
@@ -147,7 +247,7 @@ def test_the_allocators_account(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.zeros(100)
             del second
 
-    assert costs._temporaries(Stepper(), CPU) == 6000
+    assert costs.temporaries(Stepper(), CPU) == 6000
 
 
 # --- The model ----------------------------------------------------------------------------------
@@ -214,6 +314,22 @@ def test_verdicts() -> None:
     assert memory.met is floor.met is gpu.met is None
 
 
+def test_a_missed_ratio_says_what_the_floor_would_reach(script: ModuleType) -> None:
+    us = {"sparse": 100.0, "floor": 20.0, "upstream": 82.0}
+    found = [result(Cell("plain", 1, 32_000, 16), us=us, ratios={"upstream": 0.82, "floor": 0.2})]
+    never = costs.verdicts(found, "cpu")[0]
+    assert (never.met, never.value, never.floor) == (False, 0.82, 4.1)
+    assert "the floor itself: 4.1x" in printed(script.verdict_table([never]))
+    # Where it is met, or there is no floor, nothing is said.
+    found[0].ratios["upstream"] = 1.0
+    assert costs.verdicts(found, "cpu")[0].floor is None
+    found[0].ratios["upstream"] = 0.82
+    del us["floor"]
+    never = costs.verdicts(found, "cpu")[0]
+    assert (never.met, never.floor) == (False, None)
+    assert "the floor itself" not in printed(script.verdict_table([never]))
+
+
 def test_verdicts_on_a_gpu_look_at_overlap_too() -> None:
     cell = Cell("plain", 1, 32_000, 16)
     found = result(
@@ -256,7 +372,7 @@ def test_the_tables(script: ModuleType) -> None:
     found = [
         result(
             Cell("plain", 8, 32_000, 256),
-            us={"sparse": 80.5, "one_pass": 99.0, "upstream": 250.0},
+            us={"sparse": 80.5, "floor": 17.5, "one_pass": 99.0, "upstream": 250.0},
             host_us=30.25,
             device_us=50.25,
             ratios={"one_pass": 1.23, "upstream": 3.11},
@@ -267,7 +383,17 @@ def test_the_tables(script: ModuleType) -> None:
         result(Cell("join", 8, 32_000), us={"sparse": 200.0, "upstream": 900.0}),
     ]
     text = printed(script.table(found, "cpu"))
-    for word in ("plain", "80.5", "30.2", "3.11x", "48.8K+0 ", "3.91M+1,000K", "28.3", "join"):
+    for word in (
+        "plain",
+        "80.5",
+        "30.2",
+        "17.5",
+        "3.11x",
+        "48.8K+0 ",
+        "3.91M+1,000K",
+        "28.3",
+        "join",
+    ):
         assert word in text, word
     assert "by model" not in text and "by model" in printed(script.table(found, "cuda"))
     assert "9.97x" in printed(script.table(found, "cuda"))
