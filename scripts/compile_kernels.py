@@ -45,6 +45,7 @@ LOGITS: Final = ("fp32", "fp16", "bf16")
 # Types of arguments; all others are integers of 32 bits. Tokens have the 64 bits that torch gives them.
 TYPES: Final = {
     "index": "*i32",
+    "packed": "*i32",
     "headers": "*i32",
     "page_table": "*i32",
     "stored": "*i32",
@@ -105,6 +106,7 @@ def cases(widths: Sequence[int] = WIDTHS) -> Iterator[Case]:
     """Every kernel in every configuration, for tokens and nodes up to each of `widths`."""
     from sglang.srt.sampling.penaltylib.triton_ops import sparse_penalties as ops
 
+    yield Case(ops.update_kernel, "update", {}, ops.update_launch())
     yield Case(ops.ingest_kernel, "commit 1", {}, ops.ingest_launch(1, False, True))
     for width in widths:
         yield Case(

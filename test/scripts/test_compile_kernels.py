@@ -65,7 +65,7 @@ def test_every_kernel_and_every_argument_is_covered() -> None:
         assert set(case.launch.constants) == {k for k, v in signature.items() if v == "constexpr"}
         assert case.launch.constants.keys() <= set(case.kernel.arg_names)
     names = [case.name for case in cases()]
-    assert len(names) == len(set(names)) == 40
+    assert len(names) == len(set(names)) == 41
 
 
 def test_every_package_with_kernels_is_known() -> None:
@@ -105,7 +105,7 @@ def test_the_widest_kernels_stay_in_registers(
     monkeypatch.setattr(compile_kernels, "LOGITS", ("bf16",))
     assert main(["--target", target, "--widths", "8", "64", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert len(rows) == 1 + 2 * 2 + 3 + 2
+    assert len(rows) == 2 + 2 * 2 + 3 + 2
     assert all(row["target"] == target and row["registers"] > 0 for row in rows)
     assert not any(row["spills"] or row["stack"] for row in rows)
     assert any(row["shared"] for row in rows)

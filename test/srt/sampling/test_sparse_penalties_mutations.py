@@ -444,6 +444,24 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # --- Triton
     fault(
+        "an owner's header is left to the next one",
+        TRITON,
+        reused_slots,
+        ("    tl.store(headers + slot * HEADER + i % HEADER, value, mask=is_header)\n", ""),
+    ),
+    fault(
+        "a bias is left behind",
+        TRITON,
+        bias_after_scaling,
+        ("    tl.store(biases + place, bits.to(tl.float32, bitcast=True), mask=is_entry)\n", ""),
+    ),
+    fault(
+        "only one page of many is given",
+        TRITON,
+        long_lists,
+        ("is_given = i < num_given", "is_given = i < 1"),
+    ),
+    fault(
         "ancestor off by one",
         TRITON,
         long_chains,

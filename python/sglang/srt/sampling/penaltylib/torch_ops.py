@@ -86,7 +86,12 @@ class TorchPenaltyOps:
 
     def update(self, tables: PenaltyTables, update: PenaltyUpdate) -> None:
         """Write pages, headers and entries to where the planner has put them."""
-        write_update(tables, update)
+        parts = update.parts()
+        _put(tables.page_table.view(-1), parts.table_places, parts.table_pages)
+        _put(tables.headers, parts.slots, parts.headers)
+        _put(tables.tokens, parts.entry_places, parts.tokens)
+        _put(tables.metas, parts.entry_places, parts.metas)
+        _put(tables.biases, parts.entry_places, parts.biases.view(torch.float32))
 
     def ingest(
         self,
@@ -308,16 +313,6 @@ def _penalize(values: torch.Tensor, counts: torch.Tensor, params: torch.Tensor) 
     scaled = values - (frequency * counts.to(torch.float32) + presence)
     scaled = torch.where(scaled < 0, scaled * repetition, scaled / repetition)
     return torch.where(counts > 0, scaled, values)
-
-
-def write_update(tables: PenaltyTables, update: PenaltyUpdate) -> None:
-    """Write pages, headers and entries to where the planner has put them. No two go to one place."""
-    parts = update.parts()
-    _put(tables.page_table.view(-1), parts.table_places, parts.table_pages)
-    _put(tables.headers, parts.slots, parts.headers)
-    _put(tables.tokens, parts.entry_places, parts.tokens)
-    _put(tables.metas, parts.entry_places, parts.metas)
-    _put(tables.biases, parts.entry_places, parts.biases.view(torch.float32))
 
 
 def _put(target: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from sglang.srt.sampling.penaltylib import sparse_layout as layout
 from sglang.srt.sampling.penaltylib.sparse_layout import PenaltyTables
-from sglang.srt.sampling.penaltylib.torch_ops import write_update
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep, PenaltyUpdate
@@ -227,11 +226,53 @@ def ancestors_kernel(parents, mask, num_nodes, D: tl.constexpr):
     tl.store(mask + places, way.to(tl.int8), mask=is_node[:, None] & is_node[None, :])
 
 
+# How much there is differs from update to update, and must not make a kernel for each.
+@triton.jit(do_not_specialize=["start", "num_given", "num_admitted", "num_entries"])
+def update_kernel(
+    packed,
+    start,
+    num_given,
+    num_admitted,
+    num_entries,
+    headers,
+    page_table,
+    stored,
+    metas,
+    biases,
+    BLOCK: tl.constexpr,
+):
+    """Write pages, headers and entries, packed as `PenaltyUpdate` says. Grid (blocks,)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = packed + start
+    is_given = i < num_given
+    place = tl.load(part + i, mask=is_given, other=0)
+    tl.store(page_table + place, tl.load(part + num_given + i, mask=is_given), mask=is_given)
+
+    part += 2 * num_given
+    is_header = i < HEADER * num_admitted
+    slot = tl.load(part + i // HEADER, mask=is_header, other=0).to(tl.int64)
+    value = tl.load(part + num_admitted + i, mask=is_header)
+    tl.store(headers + slot * HEADER + i % HEADER, value, mask=is_header)
+
+    part += (1 + HEADER) * num_admitted
+    is_entry = i < num_entries
+    place = tl.load(part + i, mask=is_entry, other=0)
+    tl.store(stored + place, tl.load(part + num_entries + i, mask=is_entry), mask=is_entry)
+    tl.store(metas + place, tl.load(part + 2 * num_entries + i, mask=is_entry), mask=is_entry)
+    bits = tl.load(part + 3 * num_entries + i, mask=is_entry)
+    tl.store(biases + place, bits.to(tl.float32, bitcast=True), mask=is_entry)
+
+
 class Launch(NamedTuple):
     """What of a launch is fixed when a kernel is compiled."""
 
     constants: dict[str, Any]
     num_warps: int = 4
+
+
+def update_launch() -> Launch:
+    """For any update."""
+    return Launch({"BLOCK": 256})
 
 
 def ingest_launch(num_given: int, has_lens: bool, commit: bool) -> Launch:
@@ -276,7 +317,23 @@ class TritonPenaltyOps:
 
     def update(self, tables: PenaltyTables, update: "PenaltyUpdate") -> None:
         """Write pages, headers and entries to where the planner has put them."""
-        write_update(tables, update)
+        launch = update_launch()
+        longest = max(update.num_given, layout.HEADER * update.num_admitted, update.num_entries)
+        _launch(
+            update_kernel,
+            (triton.cdiv(longest, launch.constants["BLOCK"]),),
+            launch,
+            update.packed,
+            update.start,
+            update.num_given,
+            update.num_admitted,
+            update.num_entries,
+            tables.headers,
+            tables.page_table,
+            tables.tokens,
+            tables.metas,
+            tables.biases,
+        )
 
     def ingest(
         self,
