@@ -110,11 +110,13 @@ def busy_notes(threads: int) -> list[str]:
     of many short operations costs a time slice: such times say nothing of either side.
     """
     load = os.getloadavg()[0]
-    if load + threads <= (os.cpu_count() or 1) + 0.5:
+    # One process that has just ended, such as an installer, leaves as much.
+    if load + threads <= (os.cpu_count() or 1) + 1:
         return []
+    advice = "; --threads 1 waits less" if threads > 1 else ""
     return [
-        f"the load was {load:.1f} at the start, beside {threads} threads of ours: operations on several "
-        "threads may have waited for a processor, and no ratio is to be trusted; --threads 1 waits less"
+        f"the load was {load:.1f} at the start, beside {threads} threads of ours: operations may have "
+        f"waited for a processor, and no ratio is to be trusted{advice}"
     ]
 
 
@@ -232,19 +234,30 @@ def verdict_table(verdicts: Sequence[costs.Verdict]) -> Any:
     from rich.table import Table
 
     made = Table(title="Targets", title_justify="left")
-    for name in ("device", "target", "met", "worst", "cell", "cells", "note"):
-        made.add_column(name, justify="right" if name in ("worst", "cells") else "left")
+    for name in ("device", "target", "met", "worst", "cell", "cells", "missed"):
+        made.add_column(name, justify="left" if name in ("device", "target", "cell") else "right")
     for verdict in verdicts:
         target = verdict.target
         if verdict.met is None or verdict.worst is None:
-            made.add_row(target.device, target.text, "[dim]not measured[/]", "", "", "", "")
+            made.add_row(target.device, target.text, "[dim]not measured[/]")
             continue
         met = "[green]yes[/]" if verdict.met else "[bold red]no[/]"
         cells = [_number(verdict.value, 3), verdict.worst.cell.name, str(verdict.cells)]
-        floor = verdict.floor
-        note = "" if floor is None else f"the floor itself: {_number(floor, 2)}x"
-        made.add_row(target.device, target.text, met, *cells, note)
+        made.add_row(target.device, target.text, met, *cells, str(len(verdict.misses) or ""))
     return made
+
+
+def missed(verdicts: Sequence[costs.Verdict]) -> list[str]:
+    """A line for each cell that misses a target, with what the floor itself would reach there."""
+    lines = []
+    for verdict in verdicts:
+        for miss in verdict.misses:
+            floor = "" if miss.floor is None else f", the floor itself {_number(miss.floor, 2)}"
+            line = (
+                f"missed: {verdict.target.text}: {miss.cell.name} {_number(miss.value, 3)}{floor}"
+            )
+            lines.append(line)
+    return lines
 
 
 def document(
@@ -269,7 +282,10 @@ def document(
                 "met": verdict.met,
                 "value": verdict.value,
                 "cell": verdict.worst.cell.name if verdict.worst else None,
-                "floor": verdict.floor,
+                "misses": [
+                    {"cell": miss.cell.name, "value": miss.value, "floor": miss.floor}
+                    for miss in verdict.misses
+                ],
             }
             for verdict in verdicts
         ],
@@ -307,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in (*LEGEND, *notes):
         console.print(line, style="dim", markup=False, highlight=False)
     console.print(verdict_table(verdicts))
+    for line in missed(verdicts):
+        console.print(line, markup=False, highlight=False)
     seconds = time.monotonic() - started
     console.print(f"{len(results)} cells, {args.threads} threads, {seconds:.0f} s in all")
     if args.json is not None:

@@ -310,6 +310,7 @@ def test_verdicts() -> None:
     assert (fifteen.met, fifteen.value) == (False, 14.0)
     assert (five.met, five.cells) == (True, 1)
     assert (eight.met, eight.value) == (False, 0.9)
+    assert [miss.value for miss in never.misses] == [0.9] and five.misses == []
     assert joins.met is True
     assert memory.met is floor.met is gpu.met is None
 
@@ -318,16 +319,19 @@ def test_a_missed_ratio_says_what_the_floor_would_reach(script: ModuleType) -> N
     us = {"sparse": 100.0, "floor": 20.0, "upstream": 82.0}
     found = [result(Cell("plain", 1, 32_000, 16), us=us, ratios={"upstream": 0.82, "floor": 0.2})]
     never = costs.verdicts(found, "cpu")[0]
-    assert (never.met, never.value, never.floor) == (False, 0.82, 4.1)
-    assert "the floor itself: 4.1x" in printed(script.verdict_table([never]))
+    assert (never.met, never.value) == (False, 0.82)
+    assert never.misses == [costs.Miss(found[0].cell, 0.82, 4.1)]
+    assert script.missed([never]) == [
+        "missed: never slower than upstream: plain-b1-v32000-s16 0.820, the floor itself 4.1"
+    ]
     # Where it is met, or there is no floor, nothing is said.
     found[0].ratios["upstream"] = 1.0
-    assert costs.verdicts(found, "cpu")[0].floor is None
+    assert script.missed(costs.verdicts(found, "cpu")[:1]) == []
     found[0].ratios["upstream"] = 0.82
     del us["floor"]
-    never = costs.verdicts(found, "cpu")[0]
-    assert (never.met, never.floor) == (False, None)
-    assert "the floor itself" not in printed(script.verdict_table([never]))
+    assert script.missed(costs.verdicts(found, "cpu")[:1]) == [
+        "missed: never slower than upstream: plain-b1-v32000-s16 0.820"
+    ]
 
 
 def test_verdicts_on_a_gpu_look_at_overlap_too() -> None:

@@ -57,7 +57,7 @@ from lab.penalty_costs.subjects import (
     Touch,
     Upstream,
 )
-from lab.penalty_costs.targets import TARGETS, Target, Verdict, verdicts
+from lab.penalty_costs.targets import TARGETS, Miss, Target, Verdict, verdicts
 from lab.penalty_costs.truth import check, check_joined, true_row
 from lab.penalty_costs.workload import (
     CELL_BYTES,
@@ -84,6 +84,7 @@ __all__ = [
     "CellResult",
     "Joiner",
     "Logits",
+    "Miss",
     "OnePass",
     "Options",
     "Overlap",

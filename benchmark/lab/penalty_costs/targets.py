@@ -40,6 +40,24 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Miss:
+    """A cell that misses a target.
+
+    Attributes
+    ----------
+    cell : Cell
+    value : float
+    floor : float or None
+        What the floor itself would reach in this cell: upstream's time by the floor's, for a target
+        about that ratio. A target above it is out of reach on this machine, for any penalties in place.
+    """
+
+    cell: Cell
+    value: float
+    floor: float | None = None
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Whether a target is met.
 
@@ -53,9 +71,8 @@ class Verdict:
         The worst cell's.
     cells : int
         How many were looked at.
-    floor : float or None
-        What the floor itself would reach in the worst cell: upstream's time by the floor's. Only where
-        a target about this ratio is missed.
+    misses : sequence of Miss
+        The cells that miss it, the worst first.
     """
 
     target: Target
@@ -63,7 +80,7 @@ class Verdict:
     worst: CellResult | None = None
     value: float | None = None
     cells: int = 0
-    floor: float | None = None
+    misses: Sequence[Miss] = ()
 
 
 def _ratio(result: CellResult) -> float | None:
@@ -164,8 +181,12 @@ def _verdict(results: Sequence[CellResult], device: str, target: Target) -> Verd
     found = [(value, r) for value, r in found if value is not None and not math.isnan(value)]
     if target.device not in (device, "any") or not found:
         return Verdict(target, None)
-    pick = min if target.at_least else max
-    value, worst = pick(found, key=lambda pair: pair[0])
-    met = value >= target.limit if target.at_least else value <= target.limit
-    floor = _ratio_of_floor(worst) if target.is_ratio and not met else None
-    return Verdict(target, met, worst, value, len(found), floor)
+    sign = 1 if target.at_least else -1
+    found.sort(key=lambda pair: sign * pair[0])
+    misses = [
+        Miss(result.cell, value, _ratio_of_floor(result) if target.is_ratio else None)
+        for value, result in found
+        if sign * value < sign * target.limit
+    ]
+    value, worst = found[0]
+    return Verdict(target, not misses, worst, value, len(found), misses)

@@ -21,8 +21,8 @@ it holds the token that was drawn at its parent, so by induction all nodes that 
 such paths, and the tokens drawn on the way are those of plain decoding. The draft decides how many
 of them a step yields, and nothing else. So the distribution is exactly the target's, greedy or
 sampled, and with equal seeds the text is equal too. Both hold up to the rounding of logits that are
-computed in batches of another shape, and for penalties only as far as one row of counts fits all
-nodes of a tree.
+computed in batches of another shape; and with dense penalties (``penalty_backend="dense"``) only as far
+as one row of counts fits all nodes of a tree.
 """
 
 from __future__ import annotations
