@@ -136,11 +136,13 @@ def compile_case(case: Case, target: str) -> Usage:
     from triton.compiler import ASTSource
 
     signature = case.signature()
-    # torch's tensors begin at multiples of 16 bytes, and the launcher tells the compiler so.
+    # torch's tensors begin at multiples of 16 bytes, and the launcher tells the compiler so, but of
+    # arguments that may be parts of tensors. Integers that are 1 or such a multiple it would tell of
+    # too; those that change from step to step are exempt, and the rest are an engine's constants.
     attrs = {
         (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(case.kernel.arg_names)
-        if signature[name].startswith("*")
+        for i, param in enumerate(case.kernel.params)
+        if signature[param.name].startswith("*") and not param.do_not_specialize_on_alignment
     }
     source = ASTSource(
         fn=case.kernel, signature=signature, constexprs=case.launch.constants, attrs=attrs

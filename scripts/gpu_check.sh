@@ -47,7 +47,8 @@ step() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2 started=$SECONDS status word=passed
   shift 2
   printf '\n== %s (at most %d s)\n' "$name" "$limit"
-  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+  # Interrupted, and not ended, a step still writes what it has found so far.
+  timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
   status=${PIPESTATUS[0]}
   if ((status == 124 || status == 137)); then word='timed out'; elif ((status)); then word=FAILED; fi
   ((status)) && failed=1
@@ -57,7 +58,7 @@ step() { # NAME SECONDS COMMAND...
 }
 
 # On a machine without a GPU these are skipped, each with its reason. That nothing was collected is 5.
-step tests 180 "$PYTHON" -m pytest test/srt test/benchmark/test_dense_one_pass.py -m gpu -q \
+step tests 180 "$PYTHON" -m pytest test/srt test/benchmark/test_dense_one_pass.py -m 'gpu and not slow' -q \
   -p no:cacheprovider --junitxml="$out/tests.xml"
 step penalties 270 "$PYTHON" benchmark/micro/penalties.py "${bench[@]}" --json "$out/penalties-cells.json"
 

@@ -20,11 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from lab.sharing import in_shares
 from lab.upstream_penalties import Params
 
 # Columns of the parameters.
 FREQUENCY, PRESENCE, REPETITION = range(3)
 BLOCK = 1024
+SHARE = 1 << 19
+"""Logits that are worth a thread: some 200 us."""
 
 Kernel = Callable[..., None]
 
@@ -240,7 +243,13 @@ def _with_numba(
     rows = logits.view(len(state.counts), -1, state.counts.shape[1])
     tensors = (rows, state.counts, state.stops, state.biases, state.params, state.num_output)
     tensors += (state.min_new, drafts, ancestors)
-    _numba_kernel()(*(tensor.numpy() for tensor in tensors))
+    kernel, arrays = _numba_kernel(), [tensor.numpy() for tensor in tensors]
+
+    def run(begin: int, end: int) -> None:
+        kernel(*(array[begin:end] for array in arrays))
+
+    num_shares = min(logits.numel() // SHARE, torch.get_num_threads())
+    in_shares(run, len(rows), num_shares)
 
 
 # --- Triton -----------------------------------------------------------------------------------

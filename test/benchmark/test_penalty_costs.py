@@ -230,11 +230,18 @@ def test_trees() -> None:
     assert (TINY["plain"].num_nodes, TINY["plain"].max_tokens) == (1, 1)
 
 
-def test_cells_that_do_not_fit_say_so() -> None:
-    cell = Cell("tree", 256, 512_000)
-    assert cell.dense_bytes("upstream") > costs.CELL_BYTES > cell.dense_bytes("sparse")
-    # The names of the largest cell of the grid are all there.
-    assert Cell("tree", 256, 152_064).dense_bytes("upstream") < costs.CELL_BYTES
+def test_subjects_that_do_not_fit_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = TINY["plain"]
+    monkeypatch.setattr("lab.penalty_costs.measuring.CELL_BYTES", cell.dense_bytes("one_pass") - 1)
+    found = costs.measure(cell, quick(), Logits([cell], CPU))
+    assert "one_pass" not in found.us and "sparse" in found.us
+    assert found.notes == ["one_pass left out: it would take 0.0 GiB"]
+
+
+def test_all_of_the_grid_fits() -> None:
+    largest = Cell("tree", 256, 152_064)
+    assert largest.dense_bytes("upstream") < costs.CELL_BYTES
+    assert Cell("tree", 256, 512_000).dense_bytes("upstream") > costs.CELL_BYTES
     assert len(costs.grid()) == 3 * 4 * 3 * 3 + 4 * 3
 
 

@@ -17,10 +17,14 @@ import torch
 
 from lab.dense_one_pass import DenseOnePass
 from lab.penalty_costs.workload import REQUEST, Turn, Workload
+from lab.sharing import in_shares
 from lab.upstream_penalties import Penaltylib, UpstreamPenalties
 
 OTHERS: Final = ("one_pass", "upstream", "overlap")
 """What ours is compared with. The floor is not among them: it does no penalties' work."""
+
+_SHARE: Final = 65_536
+"""Logits that are worth a thread."""
 
 _NEXT_TO_NOTHING: Final = np.float32(1e-30)
 """Not 0, which a compiler might leave out together with the reading and the writing."""
@@ -246,9 +250,11 @@ class Touch(Subject):
     the drafted tokens on its way from the root that are new. The lists are made beforehand: nothing is
     counted and nothing is looked up. They are in ascending order, which is the kindest one for the
     memory; only the few new tokens of a node come behind the others, in an order of their own, so that
-    the nodes of a request can share the rest. The loop asks for no logit ahead of its turn.
+    the nodes of a request can share the rest. The loop asks for no logit ahead of its turn. As `Sparse`
+    does, it gives torch's other threads their share where there is much.
 
-    It penalizes nothing, and is checked against nothing.
+    It penalizes nothing, and is checked against nothing. Its logits may still lie in a cache where
+    `Sparse` has just had them, so it is kinder to the memory than an engine is.
     """
 
     is_checked = False
@@ -282,7 +288,15 @@ class Touch(Subject):
         return None if find_spec("numba") else "numba is not installed"
 
     def run(self, planned: Any, turn: Turn, logits: torch.Tensor) -> None:
-        self._kernel(logits.numpy(), self._tokens, *self._new[id(turn)])
+        rows, tokens, (new, num_new) = logits.numpy(), self._tokens, self._new[id(turn)]
+        nodes = self.work.cell.num_nodes
+
+        def touch(begin: int, end: int) -> None:
+            part = slice(begin * nodes, end * nodes)
+            self._kernel(rows[part], tokens[begin:end], new[part], num_new[part])
+
+        num_shares = min(len(rows) * tokens.shape[1] // _SHARE, torch.get_num_threads())
+        in_shares(touch, len(tokens), num_shares)
 
     @property
     def nbytes(self) -> int:

@@ -48,8 +48,8 @@ class Miss:
     cell : Cell
     value : float
     floor : float or None
-        What the floor itself would reach in this cell: upstream's time by the floor's, for a target
-        about that ratio. A target above it is out of reach on this machine, for any penalties in place.
+        What the floor itself reaches in this cell: upstream's time by the floor's, for a target about
+        that ratio.
     """
 
     cell: Cell

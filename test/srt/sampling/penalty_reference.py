@@ -127,7 +127,9 @@ class Rig:
         self.backend = backend
         self.pool = module.PenaltyPool(num_slots, vocab_size, max_draft_tokens, **pool)
         self.planner = module.PenaltyPlanner(self.pool, device)
-        self.state = module.PenaltyState(self.pool, device, backend)
+        # A mutated planner has a state that is as it should be.
+        state_class = getattr(module, "PenaltyState", sparse_penalties.PenaltyState)
+        self.state = state_class(self.pool, device, backend)
         self.state._ops = ops or self.state._ops
         self.device = device
         self.dtype = dtype

@@ -71,11 +71,11 @@ def test_a_prefill_has_no_tokens(ours: object, theirs: object, wanted: object) -
     assert wanted == (None if got is None else got.tolist())
 
 
-def test_tokens_of_another_batch_are_forgotten() -> None:
-    orchestrator = make(0, 1)
-    orchestrator.cumulate_output_tokens(torch.tensor([5, 6]))
-    orchestrator.filter([1], torch.tensor([1]))
-    assert orchestrator.take_output_ids() is None
+def test_tokens_stay_with_the_requests_that_stay() -> None:
+    orchestrator = make(0, 1, 2)
+    orchestrator.cumulate_output_tokens(torch.tensor([4, 5, 6]))
+    orchestrator.filter([0, 2], torch.tensor([0, 2]))
+    assert orchestrator.take_output_ids().tolist() == [4, 6]
 
 
 def test_logits_are_left_to_the_state() -> None:

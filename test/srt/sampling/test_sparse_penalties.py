@@ -33,8 +33,8 @@ from penalty_scenarios import (
     random_story,
 )
 
-from sglang.srt.sampling.penaltylib import sparse_penalties
-from sglang.srt.sampling.penaltylib.sparse_layout import ENTRY_BYTES, FIRST_PAGE, PAGE
+from sglang.srt.sampling.penaltylib import sparse_planner
+from sglang.srt.sampling.penaltylib.sparse_layout import BIAS, ENTRY_BYTES, FIRST_PAGE, PAGE, STOP
 from sglang.srt.sampling.penaltylib.sparse_penalties import (
     PenaltyCapacityError,
     PenaltyPlanner,
@@ -317,13 +317,13 @@ def test_threads_that_share_the_work(
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Sizes of what is copied to the device."""
     sizes: list[int] = []
-    copy = sparse_penalties.to_device_async
+    copy = sparse_planner.to_device_async
 
     def noted(data: np.ndarray, *rest: object) -> torch.Tensor:
         sizes.append(data.size)
         return copy(data, *rest)
 
-    monkeypatch.setattr(sparse_penalties, "to_device_async", noted)
+    monkeypatch.setattr(sparse_planner, "to_device_async", noted)
     yield sizes
 
 
@@ -549,8 +549,25 @@ def test_steps_run_in_the_order_of_their_plans(make_rig: MakeRig) -> None:
         rig.state.begin(second)
     rig.state.begin(first)
     rig.state.begin(second)
-    with pytest.raises(PenaltyStepError):
+    with pytest.raises(PenaltyStepError, match="step 1 of the penalties is begun behind step 2"):
         rig.state.begin(first)
+    # Of steps that change nothing, too.
+    third, fourth = rig.planner.plan([1]), rig.planner.plan([1])
+    rig.state.begin(fourth)
+    for step in (third, fourth):
+        with pytest.raises(PenaltyStepError, match="begun behind step 4"):
+            rig.state.begin(step)
+
+
+def test_each_step_is_settled_once_and_in_order() -> None:
+    planner = PenaltyPlanner(PenaltyPool(2, 600), CPU)
+    planner.admit(PenaltyRequest("r", 0, 1.0))
+    first, second = planner.plan([0]), planner.plan([0])
+    planner.settle(second)
+    for step in (first, second):
+        with pytest.raises(PenaltyStepError, match="is settled behind step 2"):
+            planner.settle(step)
+    assert planner._in_flight[0] == 1 and planner._num_output[0] == 1
 
 
 def test_what_is_refused(make_rig: MakeRig) -> None:
@@ -563,6 +580,8 @@ def test_what_is_refused(make_rig: MakeRig) -> None:
         rig.planner.admit(PenaltyRequest("x", 0, 1.0))
     with pytest.raises(ValueError, match="twice"):
         rig.planner.plan([0, 0])
+    with pytest.raises(ValueError, match="slot 8 is outside"):
+        rig.planner.plan([0, 8])
     with pytest.raises(ValueError, match="trees of 5"):
         rig.planner.plan([0], num_draft_tokens=5)
     with pytest.raises(ValueError, match="max_tokens"):
@@ -588,6 +607,12 @@ def test_what_is_refused(make_rig: MakeRig) -> None:
     ):
         with pytest.raises(ValueError, match="must have"):
             call()
+    with pytest.raises(
+        ValueError, match=r"must be float32, float16 or bfloat16, got torch\.float64"
+    ):
+        rig.state.apply(step, zeros(2, 600, dtype=torch.float64))
+    with pytest.raises(ValueError, match="rows of their own"):
+        rig.state.apply(step, zeros(1, 600).expand(2, -1))
     with pytest.raises(ValueError, match="backend"):
         PenaltyState(rig.pool, rig.device, "numpy")
 
@@ -668,6 +693,58 @@ def test_a_graph_replays_what_would_run() -> None:
         rig.assert_counts()
 
 
+@pytest.mark.gpu
+def test_a_graph_replays_verifications() -> None:
+    device = torch.device("cuda")
+    parents = [-1, 0, 0, 2]
+    rig = Rig(
+        "triton",
+        max_draft_tokens=4,
+        device=device,
+        max_entries=8 * PAGE,
+        initial_entries=8 * PAGE,
+    )
+    static = rig.state.static_step(2, max_tokens=3, num_draft_tokens=4)
+    mask = rig.state.ancestors_from_parents(torch.tensor([parents] * 2, device=device))
+    logits = torch.zeros(8, 600, device=device)
+    drafts = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    lens = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def verify() -> None:
+        rig.state.stage(static, drafts)
+        rig.state.apply(static, logits, mask)
+        rig.state.commit(static, tokens, lens)
+
+    verify()  # compiles; the rows are nobody's
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verify()
+    for slot in (0, 1):
+        rig.admit(slot, [slot], min_new_tokens=4, stop_token_ids={9}, **ALL)
+    for number, batch in enumerate(([0, 1], [1, -1], [1, 0], [-1, 0])):
+        step = rig.planner.plan(batch, max_tokens=3, num_draft_tokens=4)
+        rig.state.begin(step, into=static)
+        given = make_logits(8, 600, torch.float32, number)[1]
+        drafted = [[0, 5, 6 + number, 5], [1, 7, 7, 8]]
+        logits.copy_(given)
+        drafts.copy_(torch.tensor(drafted))
+        tokens.copy_(torch.tensor([[5, 6, 5], [7, 3, 1]]))
+        lens.copy_(torch.tensor([3, 1]))
+        graph.replay()
+        for row, slot in enumerate(batch):
+            if slot < 0:
+                continue
+            for node in range(4):
+                way = [drafted[row][inner] for inner in way_of(parents, node)[1:]]
+                place, said = 4 * row + node, [*rig.outputs[slot], *way]
+                assert_row(logits[place].cpu(), given[place], said, rig.requests[slot])
+            rig.outputs[slot] += [[5, 6, 5], [7]][row]
+        rig.planner.settle(step, [3, 1])
+        rig.assert_counts()
+
+
 def test_a_pool_that_starts_at_its_bound_never_moves(make_rig: MakeRig) -> None:
     rig = make_rig(vocab_size=2000, max_entries=20 * PAGE, initial_entries=20 * PAGE)
     addresses = [t.data_ptr() for t in vars(rig.state.tables).values() if torch.is_tensor(t)]
@@ -685,11 +762,13 @@ def test_an_entry_has_the_stated_size(make_rig: MakeRig) -> None:
     assert sum(sizes) == ENTRY_BYTES * len(tables.tokens)
 
 
-def test_counts_and_flags_do_not_meet() -> None:
-    """The reference's own arithmetic on counts agrees with plain counting."""
-    rig = Rig()
+def test_counting_leaves_flags_alone(make_rig: MakeRig) -> None:
+    rig = make_rig()
     ids = [3] * 5 + [4]
     rig.admit(0, ids, logit_bias={3: 1.0}, min_new_tokens=9, stop_token_ids={3, 4}, **ALL)
     rig.decode([0], [3])
     assert read_list(rig.state.tables, 0)[0] == dict(Counter([*ids, 3]))
-    assert np.all(rig.planner._settled >= 0)
+    tables = rig.state.tables
+    first = int(tables.page_table[0, 0]) * PAGE
+    found = dict(zip(tables.tokens[first:].tolist(), tables.metas[first:].tolist()))
+    assert found[3] == 6 | STOP | BIAS and found[4] == 1 | STOP

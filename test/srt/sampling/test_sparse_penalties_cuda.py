@@ -58,28 +58,47 @@ def test_no_verb_waits(backend: str, dtype: torch.dtype, request: pytest.Fixture
     tree_logits = torch.zeros(12, 600, device=device, dtype=dtype)
     torch.cuda.synchronize()
     request.getfixturevalue("no_sync")
+    slots = [0, 2, 3]
     for number in range(24):
         if number == 12:
             rig.admit(1, range(200), **ALL)
+            slots = [0, 2, 1]
         if number % 2:
-            step = rig.planner.plan([0, 2, 3], max_tokens=2, num_draft_tokens=4)
+            step = rig.planner.plan(slots, max_tokens=2, num_draft_tokens=4)
             rig.state.begin(step)
             rig.state.stage(step, drafts)
             rig.state.apply(step, tree_logits, rig.state.ancestors_from_parents(parents))
             rig.state.commit(step, tokens[number].unsqueeze(1).expand(3, 2), lens)
             rig.planner.settle(step, [2, 1, 2])
-            counts = {0: 2, 2: 1, 3: 2}
+            counts = (2, 1, 2)
         else:
-            step = rig.planner.plan([0, 2, 3])
+            step = rig.planner.plan(slots)
             rig.state.begin(step)
             rig.state.apply(step, logits)
             rig.state.commit(step, tokens[number])
             rig.planner.settle(step)
-            counts = {0: 1, 2: 1, 3: 1}
-        for row, (slot, num) in enumerate(counts.items()):
+            counts = (1, 1, 1)
+        for row, (slot, num) in enumerate(zip(slots, counts)):
             rig.outputs[slot] += [given[number][row]] * num
     torch.cuda.set_sync_debug_mode("default")
     rig.assert_counts()
+
+
+def test_no_batch_size_makes_another_kernel() -> None:
+    """What is compiled for one batch serves all: else requests would wait for the compiler."""
+    from sglang.srt.sampling.penaltylib.triton_ops import sparse_penalties as ops
+
+    kernels = (ops.update_kernel, ops.ingest_kernel, ops.apply_kernel)
+
+    def serve(num_rows: int) -> int:
+        rig = Rig("triton", num_slots=64, device=torch.device("cuda"))
+        slots = list(range(num_rows))
+        for slot in slots:
+            rig.admit(slot, range(slot), **ALL)
+        rig.decode(slots, [5] * num_rows)
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    assert len({serve(num_rows) for num_rows in (3, 1, 2, 16, 17, 64)}) == 1
 
 
 def test_a_source_that_is_refilled_does_not_change_what_arrives() -> None:

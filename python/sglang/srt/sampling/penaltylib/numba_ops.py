@@ -40,7 +40,7 @@ from sglang.srt.sampling.penaltylib.sparse_layout import (
 from sglang.srt.sampling.penaltylib.torch_ops import TorchPenaltyOps
 
 if TYPE_CHECKING:
-    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep, PenaltyUpdate
+    from sglang.srt.sampling.penaltylib.sparse_step import PenaltyStep, PenaltyUpdate
 
 SHARE = 512
 """Pages of lists that are worth another thread's while. With half as many, two lose some 40 us."""
@@ -319,7 +319,7 @@ class _Scratch:
 
 
 class NumbaPenaltyOps:
-    """What `PenaltyState` asks of a backend, see there.
+    """The `PenaltyOps` of CPUs with numba.
 
     An `apply` that has much to do is shared by as many threads as torch's operations have.
     """
@@ -335,11 +335,11 @@ class NumbaPenaltyOps:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held besides the tables."""
+        """See `PenaltyOps`."""
         return sum(scratch.nbytes for scratch in self._scratch) + self._torch_ops.nbytes
 
     def update(self, tables: PenaltyTables, update: PenaltyUpdate) -> None:
-        """Write pages, headers and entries to where the planner has put them."""
+        """See `PenaltyOps`."""
         headers, _, page_table, stored, metas, _, biases = self._arrays_in(tables)
         longest = _update(
             update.packed.numpy(),
@@ -363,7 +363,7 @@ class NumbaPenaltyOps:
         lens: torch.Tensor | None,
         commit: bool,
     ) -> None:
-        """Append `tokens`, shape (B, K), to the lists, counted (`commit`) or as tails."""
+        """See `PenaltyOps`."""
         headers, _, page_table, stored, metas, draft_entries, _ = self._arrays_in(tables)
         _ingest(
             step.index.numpy(),
@@ -386,7 +386,7 @@ class NumbaPenaltyOps:
         logits: torch.Tensor,
         ancestors: torch.Tensor | None,
     ) -> None:
-        """Penalize the rows of `logits`, shape (B * D, V), in place; D is 1 without `ancestors`."""
+        """See `PenaltyOps`."""
         if logits.dtype != torch.float32:
             self._torch_ops.apply(tables, step, logits, ancestors)
             return
@@ -442,7 +442,7 @@ class NumbaPenaltyOps:
                 other.result()
 
     def ancestors(self, parents: torch.Tensor) -> torch.Tensor:
-        """Who is on whose way, shape (B, D, D), bool, see `ancestors_from_parents`."""
+        """See `PenaltyOps`."""
         num_trees, num_nodes = parents.shape
         mask = torch.zeros((num_trees, num_nodes, num_nodes), dtype=torch.bool)
         _mark_ways(parents.to(torch.int64).numpy(), mask.view(torch.uint8).numpy())

@@ -10,7 +10,8 @@ penalties know of. The list is spread over pages, in order::
 
 Entry ``e`` lies at the place ``page_table[slot, e // PAGE] * PAGE + e % PAGE`` of the pool. Two pages
 belong to nobody. `NULL_PAGE` is never written: its entries are token 0 without effect, and stand in
-where a read has to go somewhere. `TRASH_PAGE` is never read: it takes writes that have to go somewhere.
+where a read has to go somewhere. `TRASH_PAGE` takes writes that have to go somewhere: what is read of
+it means nothing.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ class SparsePenalizerOrchestrator:
     they are committed when the forward begins. Under overlap and with speculation it does not know them:
     there the sampler's or verifier's own output is committed, and nothing is required here.
 
+    The device could commit its own output in the normal loop as well. That loop is upstream's reference:
+    what the requests hold on the host is what counts in it, here as there, and #28500's copy carries it.
+
     Parameters
     ----------
     batch : ScheduleBatch
@@ -63,9 +66,10 @@ class SparsePenalizerOrchestrator:
         """None: a forward takes no penalties along."""
 
     def filter(self, keep_indices: list[int], keep_indices_device: torch.Tensor) -> None:
-        """Keep the requests at `keep_indices`."""
+        """Keep the requests at `keep_indices`, with their tokens."""
         self._reqs = [self._reqs[i] for i in keep_indices]
-        self._output_ids = None
+        if self._output_ids is not None:
+            self._output_ids = self._output_ids[keep_indices_device]
 
     def merge(self, their: SparsePenalizerOrchestrator) -> None:
         """Append the requests of `their`, with their tokens. A prefill has none: 0 stands there."""

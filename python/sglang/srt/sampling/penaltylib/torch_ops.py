@@ -38,7 +38,7 @@ from sglang.srt.sampling.penaltylib.sparse_layout import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep, PenaltyUpdate
+    from sglang.srt.sampling.penaltylib.sparse_step import PenaltyStep, PenaltyUpdate
 
 _NULL = NULL_PAGE * PAGE
 _TRASH = TRASH_PAGE * PAGE
@@ -73,7 +73,7 @@ class _Lanes(NamedTuple):
 
 
 class TorchPenaltyOps:
-    """What `PenaltyState` asks of a backend, see there."""
+    """The `PenaltyOps` of plain torch."""
 
     def __init__(self) -> None:
         # A batch that stays the same keeps its index, and with it the places of its entries.
@@ -81,11 +81,11 @@ class TorchPenaltyOps:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held besides the tables."""
+        """See `PenaltyOps`."""
         return sum(tensor.nbytes for tensor in self._lanes[1] or ())
 
     def update(self, tables: PenaltyTables, update: PenaltyUpdate) -> None:
-        """Write pages, headers and entries to where the planner has put them."""
+        """See `PenaltyOps`."""
         parts = update.parts()
         _put(tables.page_table.view(-1), parts.table_places, parts.table_pages)
         _put(tables.headers, parts.slots, parts.headers)
@@ -101,7 +101,7 @@ class TorchPenaltyOps:
         lens: torch.Tensor | None,
         commit: bool,
     ) -> None:
-        """Append `tokens`, shape (B, K), to the lists, counted (`commit`) or as tails."""
+        """See `PenaltyOps`."""
         lanes = self._lanes_of(tables, step)
         headers = tables.headers[lanes.slots]
         tokens = tokens[lanes.rows]
@@ -143,7 +143,7 @@ class TorchPenaltyOps:
         logits: torch.Tensor,
         ancestors: torch.Tensor | None,
     ) -> None:
-        """Penalize the rows of `logits`, shape (B * D, V), in place; D is 1 without `ancestors`."""
+        """See `PenaltyOps`."""
         lanes = self._lanes_of(tables, step)
         headers = tables.headers[lanes.slots]
         lengths = headers[:, NUM_ENTRIES if ancestors is None else NUM_STAGED]
@@ -177,7 +177,7 @@ class TorchPenaltyOps:
         flat.scatter_(0, places, values.flatten().to(logits.dtype))
 
     def ancestors(self, parents: torch.Tensor) -> torch.Tensor:
-        """Who is on whose way, shape (B, D, D), bool, see `ancestors_from_parents`."""
+        """See `PenaltyOps`."""
         size = parents.shape[1]
         nodes = torch.arange(size, device=parents.device)
         # Who has no parent is its own. Each round doubles the way that a node has looked back.

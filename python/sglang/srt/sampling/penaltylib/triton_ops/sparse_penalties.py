@@ -1,8 +1,8 @@
 """Kernels of the sparse penalties, for NVIDIA and AMD GPUs, and what launches them.
 
-A step's launches have the same grids whatever the lists hold, read every number from tensors, and
-allocate nothing: a CUDA graph may hold them. Each slot is written by one program alone, so there are no
-atomics, and no result depends on what else is in the batch.
+The launches of `ingest` and `apply` have the same grids whatever the lists hold, read every number from
+tensors, and allocate nothing: a CUDA graph may hold them. Each slot is written by one program alone, so
+there are no atomics, and no result depends on what else is in the batch.
 
 Fusing a product and a sum is forbidden to the compiler, so that the numbers are those of the CPU.
 """
@@ -17,7 +17,7 @@ from sglang.srt.sampling.penaltylib import sparse_layout as layout
 from sglang.srt.sampling.penaltylib.sparse_layout import PenaltyTables
 
 if TYPE_CHECKING:
-    from sglang.srt.sampling.penaltylib.sparse_penalties import PenaltyStep, PenaltyUpdate
+    from sglang.srt.sampling.penaltylib.sparse_step import PenaltyStep, PenaltyUpdate
 
 PAGE = tl.constexpr(layout.PAGE)
 COUNT_MASK = tl.constexpr(layout.COUNT_MASK)
@@ -48,7 +48,12 @@ def _load_places(page_table, page_table_stride, slot, entries, mask):
     return pages.to(tl.int64) * PAGE + entries % PAGE
 
 
-@triton.jit
+# An argument whose value changes from step to step, or from engine to engine, must not make another
+# kernel of each value that is 1 or a multiple of 16: it would be compiled while requests wait.
+@triton.jit(
+    do_not_specialize=["index_stride", "tokens_stride", "num_given"],
+    do_not_specialize_on_alignment=["tokens", "lens"],
+)
 def ingest_kernel(
     index,
     index_stride,
@@ -137,7 +142,10 @@ def ingest_kernel(
         tl.store(draft_entries + slot * draft_stride + order, entries, mask=order < num_given)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["index_stride", "num_nodes"],
+    do_not_specialize_on_alignment=["logits", "ancestors"],
+)
 def apply_kernel(
     logits,
     logits_stride,
@@ -209,7 +217,7 @@ def apply_kernel(
         tl.store(pointers, x.to(logits.dtype.element_ty), mask=is_live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=["parents"])
 def ancestors_kernel(parents, mask, num_nodes, D: tl.constexpr):
     """Who is on whose way in one tree, itself included. Grid (trees,)."""
     tree = tl.program_id(0).to(tl.int64)
@@ -226,7 +234,6 @@ def ancestors_kernel(parents, mask, num_nodes, D: tl.constexpr):
     tl.store(mask + places, way.to(tl.int8), mask=is_node[:, None] & is_node[None, :])
 
 
-# How much there is differs from update to update, and must not make a kernel for each.
 @triton.jit(do_not_specialize=["start", "num_given", "num_admitted", "num_entries"])
 def update_kernel(
     packed,
@@ -310,13 +317,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], launch: Launch, *args: Any) -> N
 
 
 class TritonPenaltyOps:
-    """What `PenaltyState` asks of a backend, see there."""
+    """The `PenaltyOps` of GPUs."""
 
     nbytes = 0
-    """Bytes that are held besides the tables."""
+    """See `PenaltyOps`."""
 
     def update(self, tables: PenaltyTables, update: "PenaltyUpdate") -> None:
-        """Write pages, headers and entries to where the planner has put them."""
+        """See `PenaltyOps`."""
         launch = update_launch()
         longest = max(update.num_given, layout.HEADER * update.num_admitted, update.num_entries)
         _launch(
@@ -343,7 +350,7 @@ class TritonPenaltyOps:
         lens: torch.Tensor | None,
         commit: bool,
     ) -> None:
-        """Append `tokens`, shape (B, K), to the lists, counted (`commit`) or as tails."""
+        """See `PenaltyOps`."""
         num_given = tokens.shape[1]
         _launch(
             ingest_kernel,
@@ -366,7 +373,7 @@ class TritonPenaltyOps:
         logits: torch.Tensor,
         ancestors: torch.Tensor | None,
     ) -> None:
-        """Penalize the rows of `logits`, shape (B * D, V), in place; D is 1 without `ancestors`."""
+        """See `PenaltyOps`."""
         num_nodes = None if ancestors is None else ancestors.shape[1]
         _launch(
             apply_kernel,
@@ -384,7 +391,7 @@ class TritonPenaltyOps:
         )
 
     def ancestors(self, parents: torch.Tensor) -> torch.Tensor:
-        """Who is on whose way, shape (B, D, D), bool, see `ancestors_from_parents`."""
+        """See `PenaltyOps`."""
         num_trees, num_nodes = parents.shape
         mask = torch.empty(
             (num_trees, num_nodes, num_nodes), dtype=torch.bool, device=parents.device
