@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from penalty_scenarios import (
     random_story,
 )
 
-from sglang.srt.sampling.penaltylib import sparse_planner
+from sglang.srt.sampling.penaltylib import sparse_layout, sparse_planner
 from sglang.srt.sampling.penaltylib.sparse_layout import BIAS, ENTRY_BYTES, FIRST_PAGE, PAGE, STOP
 from sglang.srt.sampling.penaltylib.sparse_penalties import (
     PenaltyCapacityError,
@@ -308,6 +309,62 @@ def test_threads_that_share_the_work(
     monkeypatch.setattr(numba_ops.NumbaPenaltyOps, "_run_shares", noted)
     scenario(partial(Rig, "numba"))
     assert 3 in shares
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="Triton's programs are no threads")
+def test_who_goes_on_when_python_ends_its_threads_does_all_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an engine on a thread of its own does when the main thread has ended."""
+    numba_ops = pytest.importorskip("sglang.srt.sampling.penaltylib.numba_ops")
+    monkeypatch.setattr(numba_ops, "SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    submitted = []
+    submit = numba_ops.ThreadPoolExecutor.submit
+
+    def one_only(self: object, *args: object) -> object:
+        submitted.append(args)
+        if len(submitted) % 2 == 0:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        return submit(self, *args)
+
+    monkeypatch.setattr(numba_ops.ThreadPoolExecutor, "submit", one_only)
+    mixed_batches(partial(Rig, "numba"))
+    assert len(submitted) > 2
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="of numba")
+def test_compiled_code_that_cannot_be_kept_or_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numba_ops = pytest.importorskip("sglang.srt.sampling.penaltylib.numba_ops")
+    config = numba_ops.numba.config
+    compiled = numba_ops._compiled(numba_ops.int64(numba_ops.int64))
+
+    def twice(x):
+        return x + x
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "there"))
+    folder = Path(numba_ops._cache_folder())
+    for _ in range(2):
+        assert compiled(twice)(4) == 8
+    indices = list(folder.rglob("*.nbi"))
+    assert len(indices) == 1
+    for text in (b"", indices[0].read_bytes()[:20]):
+        indices[0].write_bytes(text)
+        assert compiled(twice)(4) == 8
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "file"))
+    assert compiled(twice)(4) == 8
+    assert str(tmp_path / "file") == config.CACHE_DIR
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="of numba")
+def test_code_of_another_layout_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    numba_ops = pytest.importorskip("sglang.srt.sampling.penaltylib.numba_ops")
+    folder = numba_ops._cache_folder()
+    monkeypatch.setattr(sparse_layout, "BIAS", 1 << 28)
+    assert numba_ops._cache_folder() != folder
 
 
 # --- Costs ------------------------------------------------------------------------------------
@@ -661,6 +718,13 @@ def test_a_static_step_takes_the_rows_of_others(make_rig: MakeRig) -> None:
     small = rig.state.static_step(1)
     with pytest.raises(ValueError, match="2 rows"):
         rig.state.begin(rig.planner.plan([0, 1]), into=small)
+    step = rig.planner.plan([0, 1], max_tokens=2, num_draft_tokens=3)
+    with pytest.raises(
+        ValueError, match=r"a step of \(2, 3\) tokens and nodes for one of \(1, 0\)"
+    ):
+        rig.state.begin(step, into=static)
+    with pytest.raises(ValueError, match="trees of 5 nodes in a pool for 4"):
+        rig.state.static_step(1, 1, 5)
 
 
 @pytest.mark.gpu

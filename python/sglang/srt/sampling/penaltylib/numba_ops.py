@@ -8,8 +8,13 @@ The compiler may neither fuse nor reorder arithmetic, so the numbers are those o
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -17,6 +22,7 @@ import numpy as np
 import torch
 from numba import boolean, float32, int32, int64, uint8, uint64, void
 
+from sglang.srt.sampling.penaltylib import sparse_layout as layout
 from sglang.srt.sampling.penaltylib.sparse_layout import (
     BIAS,
     COUNT_MASK,
@@ -42,8 +48,22 @@ from sglang.srt.sampling.penaltylib.torch_ops import TorchPenaltyOps
 if TYPE_CHECKING:
     from sglang.srt.sampling.penaltylib.sparse_step import PenaltyStep, PenaltyUpdate
 
+logger = logging.getLogger(__name__)
+
 SHARE = 512
 """Pages of lists that are worth another thread's while. With half as many, two lose some 40 us."""
+
+
+def _cache_folder() -> str:
+    """Where compiled code is kept. It has the layout's constants in it, which numba does not look at."""
+    values = {k: v for k, v in vars(layout).items() if k.isupper() and isinstance(v, int)}
+    key = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()[:12]
+    root = numba.config.CACHE_DIR
+    if not root:
+        root = Path(__file__).parent / "__pycache__"
+        if not os.access(root if root.is_dir() else root.parent, os.W_OK):
+            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-numba"
+    return str(Path(root) / f"layout-{key}")
 
 
 def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -51,10 +71,16 @@ def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 
     def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
         options = {"nogil": True, "error_model": "numpy"}
+        kept = numba.config.CACHE_DIR
         try:
+            numba.config.CACHE_DIR = _cache_folder()
             return numba.njit(signature, cache=True, **options)(function)
-        except RuntimeError:  # no folder that the code could be kept in
+        except Exception as error:
+            # No folder, no space in it, half a file. If it is the code, it shows once more.
+            logger.debug("compiled code of %s cannot be kept: %s", function.__name__, error)
             return numba.njit(signature, **options)(function)
+        finally:
+            numba.config.CACHE_DIR = kept
 
     return compile_
 
@@ -432,8 +458,14 @@ class NumbaPenaltyOps:
         if num_shares > 1:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(torch.get_num_threads() - 1, "penalties")
-            others = [self._threads.submit(run, share) for share in range(1, num_shares)]
+            # When the main thread has ended, Python starts no work on threads any more, and what goes
+            # on serving does all of it itself.
+            with contextlib.suppress(RuntimeError):
+                for share in range(1, num_shares):
+                    others.append(self._threads.submit(run, share))
         run(0)
+        for share in range(len(others) + 1, num_shares):
+            run(share)
         for share, other in enumerate(others, 1):
             # What no thread has begun yet is done sooner than waited for.
             if other.cancel():

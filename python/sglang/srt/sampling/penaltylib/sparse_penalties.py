@@ -123,7 +123,7 @@ class PenaltyState:
         PenaltyStepError
             If the step, or one behind it, was begun before, or one that changes something was left out.
         ValueError
-            If `into` has too few rows.
+            If `into` has too few rows, or was made for other trees.
         """
         if into is not None:
             self._fill(into, step)
@@ -244,7 +244,16 @@ class PenaltyState:
 
         Before each replay, `begin` puts the rows of the forward's own step into it. Until then, and
         where that has fewer rows, it has rows of nobody, whose programs end at once.
+
+        Raises
+        ------
+        ValueError
+            If the trees are larger than the pool was made for.
         """
+        if num_draft_tokens > self.pool.max_draft_tokens:
+            raise ValueError(
+                f"trees of {num_draft_tokens} nodes in a pool for {self.pool.max_draft_tokens}"
+            )
         index = torch.full((4, batch_size), -1, dtype=torch.int32, device=self.tables.tokens.device)
         return PenaltyStep(
             batch_size=batch_size,
@@ -262,6 +271,10 @@ class PenaltyState:
         if step is not None:
             if step.num_rows > static.num_rows:
                 raise ValueError(f"{step.num_rows} rows for a step of {static.num_rows}")
+            shape = (step.max_tokens, step.num_draft_tokens)
+            wanted = (static.max_tokens, static.num_draft_tokens)
+            if shape != wanted:
+                raise ValueError(f"a step of {shape} tokens and nodes for one of {wanted}")
             static.index[:, : step.num_rows].copy_(step.index)
             if step.fed_tokens is not None:
                 # They are what this step commits, and `begin` has done it.
