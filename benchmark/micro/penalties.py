@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         found = document(args, results, verdicts, notes)
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        args.json.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
     return 130 if len(results) < len(cells) else 0
 
 

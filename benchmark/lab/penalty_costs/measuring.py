@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -41,12 +41,15 @@ class Block:
     host, device : float
         Seconds of all of them. On CUDA, `device` is filled in by `settle`.
     events : list of pairs of event
+    is_late : bool
+        Whether the device began with it before all of it had been launched, and may have waited.
     """
 
     steps: int
     host: float = 0.0
     device: float = 0.0
     events: list[tuple[Any, Any]] = field(default_factory=list)
+    is_late: bool = False
 
     def settle(self) -> None:
         """Read the events, which have to have come."""
@@ -93,8 +96,12 @@ class Stepper:
     def _steps(self, steps: int) -> Block:
         subject, block = self.subject, Block(steps)
         is_cuda = self._logits[0].is_cuda
+        # Two events around all steps: around each, they would cost as much as a short one. Only where
+        # memory is swept between steps, each needs its own.
+        by_step = self._sweep is not None
         if is_cuda:
             torch.cuda._sleep(_SLEEP_CYCLES)
+            slept = _record()
         for _ in range(steps):
             number = self._next % NUM_TURNS
             turn = subject.work.turns[number]
@@ -105,10 +112,10 @@ class Stepper:
             started = time.perf_counter()
             planned = subject.before(turn)
             prepared = time.perf_counter()
-            if is_cuda:
-                block.events.append(_between_events(lambda: subject.run(planned, turn, logits)))  # noqa: B023
-            else:
-                subject.run(planned, turn, logits)
+            begun = _record() if is_cuda and by_step else None
+            subject.run(planned, turn, logits)
+            if begun is not None:
+                block.events.append((begun, _record()))
             ran = time.perf_counter()
             subject.after(planned, turn)
             block.host += time.perf_counter() - ran + prepared - started
@@ -116,6 +123,10 @@ class Stepper:
                 block.device += ran - prepared
             subject.taken[number] += 1
             subject.note(turn)
+        if is_cuda and steps > 0:
+            if not by_step:
+                block.events = [(slept, _record())]
+            block.is_late = slept.query()
         return block
 
 
@@ -148,12 +159,10 @@ class Joiner(Stepper):
         return block
 
 
-def _between_events(run: Callable[[], None]) -> tuple[Any, Any]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    return start, end
+def _record() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _synchronize(device: torch.device) -> None:
@@ -196,8 +205,11 @@ class CellResult:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
-        return {"cell": self.cell.name, **{k: v for k, v in vars(self).items() if k != "cell"}}
+        """For a file. What was not measured is None, since JSON has no NaN."""
+        values = {k: v for k, v in vars(self).items() if k != "cell"}
+        for name in ("host_us", "device_us"):
+            values[name] = None if math.isnan(values[name]) else values[name]
+        return {"cell": self.cell.name, **values}
 
 
 @dataclass(frozen=True)
@@ -333,6 +345,11 @@ def _sum_up(result: CellResult, rounds: list[dict[str, Block]], device: torch.de
         return block.device_us if device.type == "cuda" else block.host_us + block.device_us
 
     result.rounds = len(rounds)
+    late = sum(block.is_late for blocks in rounds for block in blocks.values())
+    if late:
+        result.notes.append(
+            f"{late} blocks began before all was launched: the device may have waited"
+        )
     result.host_us = statistics.median(r["sparse"].host_us for r in rounds)
     result.device_us = statistics.median(r["sparse"].device_us for r in rounds)
     for name in rounds[0]:
