@@ -27,9 +27,9 @@ and joins were done: the state of all of them has to be right. Only the floor, w
 is not compared.
 
 On the CPU a step's time is the wall time of all its parts. On CUDA it is a share of the time between two
-events around a block of steps (with ``cold``, around each), on a stream that is kept waiting until all of
-them have been launched; so gaps of launching are not in it, as they are not where the host runs ahead. The host's part is shown
-beside it. Nothing waits for the device until a cell has been measured.
+events around a block of steps (with ``cold``, around each), on a stream that is kept waiting until all
+of them have been launched; so gaps of launching are not in it, as they are not where the host runs
+ahead. The host's part is shown beside it. Nothing waits for the device until a cell has been measured.
 
 - `workload`: the cells, and what all subjects get
 - `subjects`: those that penalize, and the floor
