@@ -79,7 +79,7 @@ kernels: env ## Compile the Triton kernels for sm_80, sm_90, sm_100 and gfx942; 
 	$(PY) scripts/compile_kernels.py $(ARGS)
 
 .PHONY: speed
-speed: env model ## Compare decoding with Hugging Face, the loops, and host work, in one run
+speed: env model ## Compare decoding with Hugging Face, the loops, penalties and host work, in one run
 	$(PY) benchmark/speed.py $(ARGS)
 
 .PHONY: bench-penalties

@@ -51,7 +51,7 @@ REPO_ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path += [str(REPO_ROOT / "benchmark"), str(REPO_ROOT / "scripts")]
 
 from lab import models  # noqa: E402
-from lab.formats import significant  # noqa: E402
+from lab.formats import busy_notes, significant  # noqa: E402
 from lab.remote import Remote, RemoteError  # noqa: E402
 from upstream import releases  # noqa: E402
 
@@ -331,7 +331,8 @@ def run_penalties(args: argparse.Namespace, tick: Tick) -> Section:
             found: dict[bool, list[Row]] = {True: [], False: []}
             # Half of the pairs in each order; the first two warm up.
             for i in range(-2, 2 * args.rounds):
-                tick(f"penalties, batch {size}: pair {i + 1} of {2 * args.rounds}")
+                which = "warm-up" if i < 0 else f"pair {i + 1} of {2 * args.rounds}"
+                tick(f"penalties, batch {size}: {which}")
                 for penalties in (i < args.rounds, i >= args.rounds):
                     metrics = engine.ask(**question, penalties=penalties)["metrics"]
                     if i >= 0:
@@ -583,6 +584,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     quiet = args.json == "-"
     console = Console(stderr=quiet, width=None if sys.stdout.isatty() else 140)
+    for note in busy_notes(args.threads):
+        console.print(note, style="bold", markup=False)
     try:
         found = measure(args, lambda section: None if quiet else show(section, console))
     except (FileNotFoundError, RemoteError) as error:

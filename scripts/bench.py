@@ -42,7 +42,7 @@ from prove_fixes import FIXES, TRAILER, ProofError, git, trailers
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
-from lab.formats import significant  # noqa: E402
+from lab.formats import busy_notes, significant  # noqa: E402
 from lab.workloads import CASES  # noqa: E402
 
 # By asv's benchmark class: its metrics, each with its track_ method, the row's name, what turns the
@@ -407,6 +407,8 @@ def bench(args: argparse.Namespace, console: Any) -> tuple[list[Landmark], list[
         console.print("python/ has changes that are not committed: they are not measured.")
     machine = make_machine_known()
     status = 0
+    for note in [] if args.table else busy_notes(threads=2):
+        console.print(f"[bold]{note}; what is kept is measured again by --rerun[/]")
     if not args.table:
         options = [] if args.rerun else ["--skip-existing-successful"]
         options += [part for regex in args.bench for part in ("--bench", regex)]

@@ -40,7 +40,7 @@ import torch  # noqa: E402
 
 from lab import penalty_costs as costs  # noqa: E402
 from lab import upstream_penalties  # noqa: E402
-from lab.formats import significant  # noqa: E402
+from lab.formats import busy_notes, significant  # noqa: E402
 
 # Seconds of measuring a cell, and most rounds.
 FULL: Final = {"cpu": (1.2, 41), "cuda": (0.6, 9)}
@@ -61,8 +61,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--kinds", nargs="+", choices=costs.KINDS, default=list(costs.KINDS))
     parser.add_argument("--cells", metavar="REGEX", help="only cells whose name it is found in")
-    parser.add_argument("--backend", default="auto", help="of PenaltyState, auto by default")
-    parser.add_argument("--dense-backend", default="auto", help="of the one-pass dense penalties")
+    backends = ("auto", "torch", "triton", "numba")
+    parser.add_argument(
+        "--backend", default="auto", choices=backends, help="of PenaltyState, auto by default"
+    )
+    parser.add_argument(
+        "--dense-backend", default="auto", choices=backends, help="of the one-pass dense penalties"
+    )
     parser.add_argument(
         "--release", default=upstream_penalties.VERSION, help="SGLang's, to compare"
     )
@@ -71,7 +76,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--cold", action="store_true", help="sweep memory through the caches before each step"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.threads < 1:
+        parser.error(f"argument --threads: must be at least 1, got {args.threads}")
+    if args.seconds is not None and not args.seconds > 0:
+        parser.error(f"argument --seconds: must be above 0, got {args.seconds}")
+    if args.device == "cpu" and "triton" in (args.backend, args.dense_backend):
+        parser.error("triton penalizes on a GPU only: --device cuda")
+    try:
+        re.compile(args.cells or "")
+    except re.error as error:
+        parser.error(f"argument --cells: {args.cells!r} is no regular expression: {error}")
+    return args
 
 
 def chosen_cells(args: argparse.Namespace) -> list[costs.Cell]:
@@ -89,7 +105,8 @@ def options(args: argparse.Namespace, notes: list[str]) -> costs.Options:
         library = upstream_penalties.load(args.release, compiles=why_eager is None)
         notes += [why_eager] if why_eager else []
     else:
-        notes.append(f"SGLang {args.release} is not there, and was left out: run `make upstream`")
+        fetch = f".venv/bin/python scripts/upstream fetch {args.release}"
+        notes.append(f"SGLang {args.release} is not there, and was left out: run `{fetch}`")
     seconds, most = FULL[args.device]
     seconds = QUICK_SECONDS if args.quick else seconds
     return costs.Options(
@@ -101,23 +118,6 @@ def options(args: argparse.Namespace, notes: list[str]) -> costs.Options:
         max_rounds=most,
         cold=args.cold,
     )
-
-
-def busy_notes(threads: int) -> list[str]:
-    """What is to be said where other jobs want the processors that torch's threads need.
-
-    Two threads meet behind each operation. If one of them has to wait for a processor, both do, and each
-    of many short operations costs a time slice: such times say nothing of either side.
-    """
-    load = os.getloadavg()[0]
-    # One process that has just ended, such as an installer, leaves as much.
-    if load + threads <= (os.cpu_count() or 1) + 1:
-        return []
-    advice = "; --threads 1 waits less" if threads > 1 else ""
-    return [
-        f"the load was {load:.1f} at the start, beside {threads} threads of ours: operations may have "
-        f"waited for a processor, and no ratio is to be trusted{advice}"
-    ]
 
 
 def run(
@@ -221,6 +221,8 @@ def _cells(result: costs.CellResult, device: str) -> list[str]:
 LEGEND: Final = (
     "us of a step, medians; '÷': the other's time by ours, median of the rounds' ratios. host: plan and "
     "settle; device: begin, stage, apply, commit.",
+    "one-pass: a dense pass of our own; upstream: SGLang's penalizers as the loop without overlap uses "
+    "them, overlap: as with it. All take turns, so each finds the caches as another one left them.",
     "floor: each logit that has to change, read and written once in ascending order, on the CPU; no "
     "penalties, no counting, no looking up.",
     "memory: held between steps + allocated besides within one (from torch's allocator); K and M bytes.",
@@ -308,6 +310,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     started = time.monotonic()
     notes = busy_notes(args.threads)
+    if notes and args.threads > 1:
+        notes.append("--threads 1 waits less")
     results: list[costs.CellResult] = []
     try:
         run(cells, options(args, notes), console, results)

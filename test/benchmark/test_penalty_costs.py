@@ -434,7 +434,7 @@ def test_the_command(
     options = ["--quick", "--threads", "2", "--seconds", "0.01", "--json", str(file)]
     assert script.main([*options, "--dense-backend", "torch"]) == 0
     text = capsys.readouterr().out
-    assert "make upstream" in text and "4 cells, 2 threads" in text
+    assert "scripts/upstream fetch" in text and "4 cells, 2 threads" in text
     document = json.loads(file.read_text())
     assert [cell["cell"] for cell in document["cells"]] == [cell.name for cell in TINY.values()]
     assert len(document["targets"]) == len(costs.TARGETS)
