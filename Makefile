@@ -62,6 +62,10 @@ test: env model ## Run the tests (ARGS="..." goes to pytest)
 bench: env model ## Measure the landmark commits with asv and print the table
 	$(PY) scripts/bench.py $(ARGS)
 
+.PHONY: bench-gate
+bench-gate: env ## Compare two commits: make bench-gate ARGS="main HEAD"
+	$(PY) scripts/bench_gate.py $(ARGS)
+
 .PHONY: prove-fixes
 prove-fixes: env model ## Show that each fix's tests fail before it and pass with it
 	$(PY) scripts/prove_fixes.py $(ARGS)

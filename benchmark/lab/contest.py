@@ -1,0 +1,302 @@
+"""Two sides in turns: pairs of processes that are copies of one, each with another package.
+
+The same code takes another time in another process, by several percent: memory lies elsewhere, and
+libraries with it. So one process of each side would tell little. A contest has many, in pairs, and what
+is compared is a pair. All are forked from one process that has torch in it already, so that the two of a
+pair differ in the package alone; and none takes seconds to start. Within a pair the sides take turns,
+case by case, in an order that is the other way round in each second round and each second pair.
+
+A round's metrics are those of `lab.metrics`, and ``cpu_us_per_token``: what all threads of the process
+have computed, and not waited, which a neighbour on the machine changes far less than the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lab import verdicts
+from lab.models import Unsupported
+from lab.workloads import CASES, Case, make_session
+
+PRELOADED: Final = ("numpy", "torch", "numba", "safetensors.torch", "tokenizers", "jinja2", "tqdm")
+"""What all sides have in common, loaded once. Nothing of it may start a thread or compute."""
+
+QUICK: Final = {
+    "decode/tiny-b8": 32,
+    "decode/tiny-b64-penalties": 16,
+    "mixed/tiny-b8": 16,
+    "speculative/tiny-chain-b8-penalties": 24,
+    "penalties/plain-b64": 0,
+}
+"""The quick set, and how many tokens a request generates where it is fewer than the case says. Short
+rounds in turns see the same neighbours; long ones do not."""
+
+GATED: Final = (
+    "cpu_us_per_token",
+    "us_per_token",
+    "itl_p50_ms",
+    "host_us_per_step",
+    "score_p50_ms",
+    "steps_per_token",
+    "us_per_step",
+    "us_per_join",
+)
+"""Metrics that verdicts are about; of each, smaller is better."""
+
+ANSWER_S: Final = 180.0
+
+
+class ContestError(RuntimeError):
+    """A side could not do the work; says which and what."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two.
+
+    Attributes
+    ----------
+    name : str
+        For people.
+    package : str
+        Directory that holds its ``sglang``.
+    """
+
+    name: str
+    package: str
+
+
+@dataclass
+class Pair:
+    """What a pair of processes has measured: by case, metrics of each round."""
+
+    base: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    head: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+
+    def log_ratios(self) -> dict[str, float]:
+        """By "case metric", head by base."""
+        found = {}
+        for case in self.base:
+            base, head = ([_gated(r) for r in side[case]] for side in (self.base, self.head))
+            for name, value in verdicts.log_ratios(base, head).items():
+                found[f"{case} {name}"] = value
+        return found
+
+
+def _gated(found: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if name in GATED}
+
+
+def _serve(channel: Any, package: str, threads: int, scratch: str) -> None:
+    """Run rounds of cases as they are asked for, in a process of its own, until it is killed."""
+    os.dup2(2, 1)
+    sys.path.insert(0, package)
+    import torch
+
+    torch.set_num_threads(threads)
+    sessions: dict[Any, Any] = {}
+    while True:
+        question = channel.recv()
+        try:
+            channel.send(_round(sessions, Path(scratch), *question))
+        except Unsupported as error:
+            channel.send({"unsupported": str(error)})
+        except Exception:
+            channel.send({"error": traceback.format_exc(limit=-4)})
+
+
+def _round(sessions: dict[Any, Any], scratch: Path, name: str, warm_up: bool) -> dict[str, Any]:
+    case = _shortened(CASES[name], name)
+    if case.setup not in sessions:
+        directory = scratch / str(len(sessions))
+        directory.mkdir()
+        sessions[case.setup] = make_session(case.setup, directory)
+    session = sessions[case.setup]
+    gc.collect()
+    started = time.process_time()
+    found = session.run_round(case.shortened() if warm_up else case)
+    spent = time.process_time() - started
+    if "us_per_token" in found:
+        found["cpu_us_per_token"] = 1e6 * spent / (case.batch_size * case.output_len)
+    return {"metrics": found}
+
+
+def _shortened(case: Case, name: str) -> Case:
+    """A case as a contest runs it."""
+    length = QUICK.get(name) or case.output_len
+    return dataclasses.replace(case, output_len=min(length, case.output_len))
+
+
+class Worker:
+    """A process of one side.
+
+    Parameters
+    ----------
+    context : multiprocessing context
+    side : Side
+    threads : int
+        Of torch.
+    """
+
+    def __init__(self, context: Any, side: Side, threads: int) -> None:
+        self.side = side
+        self._scratch = tempfile.TemporaryDirectory(prefix="lab-")
+        self._channel, theirs = context.Pipe()
+        arguments = (theirs, side.package, threads, self._scratch.name)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def run(self, case: str, warm_up: bool = False) -> dict[str, float] | None:
+        """Metrics of one round; None if the commit has no API for the case.
+
+        Raises
+        ------
+        ContestError
+            If the work was not done.
+        """
+        failed = f"{self.side.name}, {case}"
+        try:
+            self._channel.send((case, warm_up))
+            if not self._channel.poll(ANSWER_S):
+                raise ContestError(f"{failed}: no answer for {ANSWER_S:.0f} s")
+            answer = self._channel.recv()
+        except (EOFError, OSError) as error:
+            raise ContestError(f"{failed}: the process has died") from error
+        if "error" in answer:
+            raise ContestError(f"{failed}: {answer['error'].strip()}")
+        return answer.get("metrics")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+        self._channel.close()
+        self._scratch.cleanup()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@contextmanager
+def forking(threads: int) -> Iterator[Any]:
+    """A multiprocessing context whose processes are forked from one that has `PRELOADED`."""
+    # Equal in all processes: the order of sets, and with it what lies where.
+    wanted = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    kept = {name: os.environ.get(name) for name in wanted}
+    os.environ |= wanted
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    try:
+        yield context
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class Contest:
+    """Compares two sides, pair by pair.
+
+    Parameters
+    ----------
+    context : multiprocessing context
+        Of `forking`.
+    base, head : Side
+    cases : sequence of str
+        Of `lab.workloads.CASES`.
+    rounds : int
+        Of each case, in each pair.
+    threads : int
+
+    Attributes
+    ----------
+    pairs : list of Pair
+    notes : list of str
+        Cases that were left out, and why.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        base: Side,
+        head: Side,
+        cases: Sequence[str],
+        rounds: int = 4,
+        threads: int = 1,
+    ) -> None:
+        self._context = context
+        self.sides = (base, head)
+        self._cases = list(cases)
+        self._rounds = rounds
+        self._threads = threads
+        self.pairs: list[Pair] = []
+        self.notes: list[str] = []
+
+    def prepare(self) -> None:
+        """See what both sides can do, and let each compile what it keeps.
+
+        Raises
+        ------
+        ContestError
+            If a side fails at its work, or none is left that both can do.
+        """
+        for side in self.sides:
+            with Worker(self._context, side, self._threads) as worker:
+                for case in list(self._cases):
+                    if worker.run(case, warm_up=True) is None:
+                        self._cases.remove(case)
+                        self.notes.append(f"{case} left out: {side.name} has no API for it")
+        if not self._cases:
+            raise ContestError("there is no case that both can do")
+
+    def run_pair(self, tick: Callable[[str], None] = lambda what: None) -> Pair:
+        """Measure with one more pair of processes; `tick` is told of each step."""
+        number = len(self.pairs)
+        # Which one is started first, and which one has the first turn.
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        pair = Pair({case: [] for case in self._cases}, {case: [] for case in self._cases})
+        with ExitStack() as stack:
+            workers: dict[int, Worker] = {}
+            for i in order:
+                worker = Worker(self._context, self.sides[i], self._threads)
+                workers[i] = stack.enter_context(worker)
+            for case in self._cases:
+                for i in order:
+                    tick(f"warm-up: {case}")
+                    workers[i].run(case, warm_up=True)
+            for turn in range(self._rounds):
+                for case in self._cases:
+                    for i in order if turn % 2 == 0 else order[::-1]:
+                        tick(case)
+                        found = workers[i].run(case)
+                        assert found is not None
+                        (pair.base, pair.head)[i][case].append(found)
+        self.pairs.append(pair)
+        return pair
+
+    def judge(self, **how: float) -> list[verdicts.Verdict]:
+        """Verdicts on what all pairs have, see `lab.verdicts.judge`."""
+        rows = [pair.log_ratios() for pair in self.pairs]
+        names = [name for name in rows[0] if all(name in row for row in rows)]
+        logs = np.array([[row[name] for name in names] for row in rows])
+        return verdicts.judge(names, logs, **how)

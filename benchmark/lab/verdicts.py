@@ -1,0 +1,157 @@
+"""Is one side slower than the other? Verdicts on many metrics at once, with one error rate for all.
+
+A contest (`lab.contest`) has ``n`` pairs of processes, one of each side, and from each pair the
+logarithm of a ratio for each of ``m`` metrics. If the sides are the same, each pair could as well have
+been the other way round: the signs of its row of ``m`` numbers are then as likely plus as minus. So
+flipping the signs of rows at random gives samples of what chance alone does, whatever the distribution
+of noise is and however the metrics hang together. Of each sample the largest of the ``m`` absolute
+t-statistics is kept; in all but a share ``alpha`` of the samples it is below a value ``q``, and
+
+    mean +- q * standard deviation / sqrt(n)
+
+are intervals that all hold at once, with a chance of an error in any of them of ``alpha``. (Westfall and
+Young 1993, "Resampling-Based Multiple Testing", single-step maxT, for changes of sign.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+ALPHA: Final = 0.03
+NUM_FLIPS: Final = 20_000
+MIN_PAIRS: Final = 7
+"""Six pairs have 64 ways of signs, too few for an error rate of 3% of all."""
+
+FASTER, SLOWER, SAME, CANNOT_TELL = "faster", "slower", "same", "cannot tell"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of one metric.
+
+    Attributes
+    ----------
+    metric : str
+    verdict : {"faster", "slower", "same", "cannot tell"}
+        Of the head, compared with the base.
+    ratio : float
+        Head by base; above 1 is slower.
+    low, high : float
+        Bounds of the ratio.
+    """
+
+    metric: str
+    verdict: str
+    ratio: float
+    low: float
+    high: float
+
+
+def intervals(
+    logs: np.ndarray, alpha: float = ALPHA, num_flips: int = NUM_FLIPS, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means of columns and how far they may be off, all at once.
+
+    Parameters
+    ----------
+    logs : ndarray, shape (n, m)
+        Logarithms of ratios, a pair each row and a metric each column.
+    alpha : float
+        Chance that any interval misses, if rows are as likely as their negatives but for the means.
+    num_flips : int
+        Samples of signs.
+    seed : int
+
+    Returns
+    -------
+    mean, half : ndarray, shape (m,)
+        The intervals are ``mean - half`` to ``mean + half``. A column without any variation has 0.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer pairs than `MIN_PAIRS`.
+    """
+    n = len(logs)
+    if n < MIN_PAIRS:
+        raise ValueError(f"{n} pairs are too few for intervals, {MIN_PAIRS} are needed")
+    mean = logs.mean(0)
+    error = logs.std(0, ddof=1) / math.sqrt(n)
+    varies = error > 1e-12
+    half = np.zeros_like(mean)
+    if not varies.any():
+        return mean, half
+    # Signs are flipped of the logarithms as they are. That is exact if the sides are the same; if they
+    # differ, a t-statistic of flipped rows still has nearly the same distribution, being divided by its
+    # own standard error.
+    rows = logs[:, varies]
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), (num_flips, n))
+    flipped = signs @ rows / n
+    squares = (rows**2).sum(0)
+    errors = np.sqrt(np.maximum(squares - n * flipped**2, 1e-300) / (n - 1) / n)
+    largest = np.abs(flipped / errors).max(1)
+    half[varies] = np.quantile(largest, 1 - alpha) * error[varies]
+    return mean, half
+
+
+def judge(
+    metrics: Sequence[str],
+    logs: np.ndarray,
+    *,
+    alpha: float = ALPHA,
+    tolerance: float = 0.01,
+    margin: float = 0.03,
+) -> list[Verdict]:
+    """Verdicts on all metrics, of which each is better the smaller it is.
+
+    Parameters
+    ----------
+    metrics : sequence of str
+        Names, in the order of the columns.
+    logs : ndarray, shape (n, m)
+        Logarithms of head by base, a pair each row.
+    alpha : float
+        Chance of a false "faster" or "slower" among all of them.
+    tolerance : float
+        A difference that is smaller is "same" even where it is certain: moving a function does as much.
+    margin : float
+        "same" means that the interval lies within this, up and down. What is wider and has 1 in it
+        cannot be told.
+    """
+    mean, half = intervals(logs, alpha)
+    found = []
+    for name, middle, width in zip(metrics, mean.tolist(), half.tolist(), strict=True):
+        low, high = middle - width, middle + width
+        is_certain = low > 0 or high < 0
+        if is_certain and abs(middle) > math.log1p(tolerance):
+            verdict = SLOWER if middle > 0 else FASTER
+        elif is_certain or (-math.log1p(margin) < low and high < math.log1p(margin)):
+            verdict = SAME
+        else:
+            verdict = CANNOT_TELL
+        found.append(Verdict(name, verdict, math.exp(middle), math.exp(low), math.exp(high)))
+    return found
+
+
+def log_ratios(
+    base: Sequence[Mapping[str, float]], head: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Of one pair of processes: for each metric the median over rounds of log(head by base).
+
+    Parameters
+    ----------
+    base, head : sequence of dict
+        Metrics of each round; rounds of the same number were neighbours in time.
+    """
+    names = [name for name in base[0] if all(name in r for r in (*base, *head))]
+    return {
+        name: float(
+            np.median([math.log(h[name] / b[name]) for b, h in zip(base, head, strict=True)])
+        )
+        for name in names
+    }

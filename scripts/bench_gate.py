@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Is HEAD slower than BASE? A verdict for each metric, with an interval. (``make bench-gate``)
+
+Both packages are measured in turns, in pairs of processes (`lab.contest`), for as long as
+``--minutes`` say. The intervals hold all at once: where nothing has changed, a run that calls any metric
+faster or slower should be one in thirty (`lab.verdicts`); what it is has not been measured yet. BASE and
+HEAD are commits, or directories that hold ``sglang`` (``python`` is the working tree's).
+
+The exit status is 1 if anything is slower, 2 if nothing could be measured, and with ``--strict`` 3 if
+there is something that cannot be told; else 0.
+
+Examples
+--------
+::
+
+    python scripts/bench_gate.py main~5 HEAD
+    python scripts/bench_gate.py HEAD python --minutes 3
+    python scripts/bench_gate.py v1 v2 --cases decode/tiny-b8 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from prove_fixes import ProofError, git
+
+REPO_ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path.append(str(REPO_ROOT / "benchmark"))
+
+from lab import contest, verdicts  # noqa: E402
+from lab.contest import Contest, ContestError, Side  # noqa: E402
+from lab.workloads import CASES  # noqa: E402
+
+MAX_PAIRS: Final = 60
+Tick = Callable[[str], None]
+
+
+def side(repo: Path, name: str) -> Side:
+    """The package of a commit, taken out of git below ``.asv/gate``, or of a directory.
+
+    Raises
+    ------
+    ProofError
+        If there is no such commit.
+    """
+    if (Path(name) / "sglang" / "__init__.py").is_file():
+        return Side(name, str(Path(name).resolve()))
+    sha = git(repo, "rev-parse", "--verify", f"{name}^{{commit}}").strip()
+    target = repo / ".asv" / "gate" / sha
+    if not target.is_dir():
+        archive = subprocess.run(
+            ["git", "-C", str(repo), "archive", sha, "python"], check=True, capture_output=True
+        ).stdout
+        partial = target.with_name(f"{sha}.{os.getpid()}")
+        with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+            members.extractall(partial, filter="data")
+        partial.rename(target)
+    label = name if sha.startswith(name) else f"{name} ({sha[:8]})"
+    return Side(label, str(target / "python"))
+
+
+def compare(
+    base: Side,
+    head: Side,
+    cases: Sequence[str],
+    minutes: float,
+    rounds: int,
+    on_pair: Callable[[int, int], None],
+    tick: Tick,
+) -> Contest:
+    """Measure as many pairs as there is time for, which the first one tells.
+
+    How many there are is settled before anything is known of the result: who goes on until there is a
+    difference finds one.
+    """
+    started = time.monotonic()
+    with contest.forking(threads=1) as context:
+        found = Contest(context, base, head, cases, rounds)
+        tick("compiling")
+        found.prepare()
+        begun = time.monotonic()
+        found.run_pair(tick)
+        each = time.monotonic() - begun
+        left = 60 * minutes - (time.monotonic() - started)
+        total = 1 + min(max(int(left / each), verdicts.MIN_PAIRS - 1), MAX_PAIRS - 1)
+        for number in range(1, total):
+            on_pair(number, total)
+            found.run_pair(tick)
+        on_pair(total, total)
+    return found
+
+
+def show(found: Sequence[verdicts.Verdict], sides: tuple[Side, Side], console: Any) -> None:
+    """Print the table."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    base, head = (escape(side.name) for side in sides)
+    table = Table(title=f"{head}, compared with {base}", title_justify="left")
+    for name in ("case", "metric"):
+        table.add_column(name)
+    for name in ("head ÷ base", "interval"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    colors = {verdicts.SLOWER: "bold red", verdicts.FASTER: "green", verdicts.CANNOT_TELL: "yellow"}
+    before = ""
+    for verdict in found:
+        case, _, metric = verdict.metric.partition(" ")
+        color = colors.get(verdict.verdict, "dim")
+        table.add_row(
+            case if case != before else "",
+            metric,
+            f"{verdict.ratio:.3f}",
+            f"{verdict.low:.3f} .. {verdict.high:.3f}",
+            f"[{color}]{verdict.verdict}[/]",
+        )
+        before = case
+    console.print(table)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="bench_gate.py", description=summary)
+    parser.add_argument("base", help="a commit, or a directory that holds sglang")
+    parser.add_argument("head", help="likewise")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="of measuring, about (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=sorted(CASES), metavar="CASE", default=list(contest.QUICK)
+    )
+    parser.add_argument("--rounds", type=int, default=4, help="of a case, in each pair")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, help="a smaller difference is none (default: 1%%)"
+    )
+    parser.add_argument(
+        "--margin", type=float, default=0.03, help="within which 'same' is certain (default: 3%%)"
+    )
+    parser.add_argument("--strict", action="store_true", help="fail where something cannot be told")
+    parser.add_argument("--json", action="store_true", help="print JSON; the rest goes to stderr")
+    parser.add_argument(
+        "--repo", type=Path, default=REPO_ROOT, help="another checkout than this script's own"
+    )
+    args = parser.parse_args(argv)
+    for name in ("minutes", "rounds", "tolerance", "margin"):
+        value = getattr(args, name)
+        if not (math.isfinite(value) and value > 0):
+            parser.error(f"argument --{name}: must be above 0, got {value}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print; return the exit status."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    args = parse_args(argv)
+    started = time.monotonic()
+    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[what]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+    def on_pair(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if not console.is_terminal:
+            seconds = time.monotonic() - started
+            console.print(f"[{seconds:6.0f} s] {done} of {total} pairs", markup=False)
+
+    try:
+        sides = (side(args.repo, args.base), side(args.repo, args.head))
+        with bar:
+            task = bar.add_task("pairs of processes", total=None, what="")
+            found = compare(
+                *sides,
+                args.cases,
+                args.minutes,
+                args.rounds,
+                on_pair,
+                lambda what: bar.update(task, what=what),
+            )
+        judged = found.judge(tolerance=args.tolerance, margin=args.margin)
+    except (ContestError, ProofError) as error:
+        print(f"bench_gate: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bench_gate: interrupted", file=sys.stderr)
+        return 130
+    show(judged, sides, console)
+    for note in found.notes:
+        console.print(note, markup=False)
+    kinds = [verdict.verdict for verdict in judged]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    console.print(f"{len(found.pairs)} pairs, {time.monotonic() - started:.0f} s: {counts}")
+    if args.json:
+        about = {"base": sides[0].name, "head": sides[1].name, "pairs": len(found.pairs)}
+        print(json.dumps(about | {"verdicts": [asdict(verdict) for verdict in judged]}, indent=2))
+    if verdicts.SLOWER in kinds:
+        return 1
+    return 3 if args.strict and verdicts.CANNOT_TELL in kinds else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Verdicts on made-up contests: their error rates, and what they call faster, slower and the same."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from lab import verdicts
+from lab.verdicts import CANNOT_TELL, FASTER, SAME, SLOWER, judge
+
+
+def contest(
+    seed: int, pairs: int, shifts: list[float], noise: float = 0.03, tails: bool = False
+) -> np.ndarray:
+    """Logarithms of ratios that hang together, as those of one process do."""
+    rng = np.random.default_rng(seed)
+    draw = rng.standard_t if tails else lambda _, size: rng.normal(size=size)
+    common, own = draw(3, (pairs, 1)), draw(3, (pairs, len(shifts)))
+    return np.array(shifts) + noise * (common + own)
+
+
+def names(count: int) -> list[str]:
+    return [f"metric {i}" for i in range(count)]
+
+
+@pytest.mark.parametrize("tails", [False, True], ids=["normal", "heavy_tails"])
+@pytest.mark.parametrize("pairs", [7, 20])
+def test_false_alarms_are_as_rare_as_stated(pairs: int, tails: bool) -> None:
+    """With 20 metrics, in 400 contests between equal sides, of which 12 should raise one."""
+    alarms = 0
+    for seed in range(400):
+        logs = contest(seed, pairs, [0.0] * 20, tails=tails)
+        mean, half = verdicts.intervals(logs, num_flips=2000)
+        alarms += bool((np.abs(mean) > half).any())
+    # Of Binomial(400, 0.03), 24 and more have a chance of 0.1%; half as many as 12, and fewer, 4%.
+    assert 3 <= alarms <= 23, alarms
+
+
+def test_a_difference_is_found_as_often_as_its_size_says() -> None:
+    found = {0.02: 0, 0.05: 0, 0.1: 0}
+    for shift in found:
+        for seed in range(100):
+            logs = contest(seed, 16, [0.0] * 9 + [shift])
+            judged = judge(names(10), logs)
+            found[shift] += judged[-1].verdict == SLOWER
+    # A standard error of 1.06%; the bound of ten metrics lies at some 3.3 of them.
+    assert found[0.02] < 30
+    assert found[0.05] > 80
+    assert found[0.1] == 100
+
+
+def test_the_four_verdicts() -> None:
+    flat = np.array([-1.0, 1.0] * 8)[:, None]
+    shifts = {"much": 0.2, "less": -0.2, "hardly": 0.004, "nothing": 0.0, "noise": 0.02}
+    widths = {"much": 0.01, "less": 0.01, "hardly": 0.001, "nothing": 0.01, "noise": 0.2}
+    logs = np.hstack([shifts[name] + widths[name] * flat for name in shifts])
+    found = {v.metric: v for v in judge(list(shifts), logs)}
+    assert [v.verdict for v in found.values()] == [SLOWER, FASTER, SAME, SAME, CANNOT_TELL]
+    assert found["much"].ratio == pytest.approx(math.exp(0.2))
+    assert found["much"].low < found["much"].ratio < found["much"].high
+    # Certain, but smaller than what counts; with another tolerance it counts.
+    assert found["hardly"].low > 1
+    strict = {v.metric: v.verdict for v in judge(list(shifts), logs, tolerance=0.001)}
+    assert strict["hardly"] == SLOWER and strict["nothing"] == SAME
+
+
+def test_what_never_varies_is_judged_as_it_is() -> None:
+    logs = np.column_stack([np.zeros(9), np.full(9, math.log(1.2)), np.linspace(-0.1, 0.1, 9)])
+    same, slower, unknown = judge(names(3), logs)
+    assert (same.verdict, same.low, same.high) == (SAME, 1.0, 1.0)
+    assert (slower.verdict, slower.ratio) == (SLOWER, pytest.approx(1.2))
+    assert unknown.verdict == CANNOT_TELL
+
+
+def test_swapping_the_sides_swaps_the_verdicts() -> None:
+    logs = contest(5, 12, [0.0, 0.1, -0.1, 0.02])
+    one, other = judge(names(4), logs), judge(names(4), -logs)
+    swapped = {SLOWER: FASTER, FASTER: SLOWER}
+    for a, b in zip(one, other):
+        assert b.verdict == swapped.get(a.verdict, a.verdict)
+        assert b.ratio == pytest.approx(1 / a.ratio)
+        assert (b.low, b.high) == (pytest.approx(1 / a.high), pytest.approx(1 / a.low))
+
+
+def test_too_few_pairs_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 pairs are too few for intervals, 7 are needed"):
+        verdicts.intervals(np.zeros((6, 2)))
+
+
+def test_a_pair_is_summed_up_by_its_median_round() -> None:
+    base = [{"a": 10.0, "b": 1.0}, {"a": 10.0, "b": 1.0}, {"a": 10.0, "b": 1.0}]
+    head = [{"a": 11.0, "b": 1.0}, {"a": 99.0, "b": 1.0}, {"a": 12.0, "c": 1.0}]
+    assert verdicts.log_ratios(base, head) == {"a": pytest.approx(math.log(1.2))}
