@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""How often does the gate raise a false alarm, and how often does it miss a slowdown?
+
+Each trial is one comparison by `bench_gate`, between copies of the working tree's package in folders of
+their own. In ``same`` nothing is changed; in ``slow-5`` and ``slow-10`` each decode step's host work has
+been made 5 or 10 percent longer, by a loop in ``ScheduleBatch.prepare_for_decode`` whose length is
+measured first, as a share of ``host_us_per_step`` of the case ``decode/tiny-b8``. A trial of ``same``
+that calls any metric faster or slower is a false alarm; one of the others that calls none slower, or any
+faster, is a miss.
+
+Trials are appended to a file, one line of JSON each; a second call goes on where the first one ended.
+Two calls at once, with files of their own, are each other's busy neighbour.
+
+Examples
+--------
+::
+
+    python scripts/gate_error_rates.py --out .cache/gate-trials.jsonl --minutes 3
+    python scripts/gate_error_rates.py --out .cache/gate-trials.jsonl --summary
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+REPO_ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path += [str(REPO_ROOT / "benchmark"), str(REPO_ROOT / "scripts")]
+
+from bench_gate import compare  # noqa: E402
+from lab import contest, verdicts  # noqa: E402
+from lab.contest import Side, Worker  # noqa: E402
+
+KINDS: Final = {"same": 0.0, "slow-5": 0.05, "slow-10": 0.10}
+TRIALS: Final = {"same": 40, "slow-5": 20, "slow-10": 20}
+CALIBRATED: Final = "decode/tiny-b8"
+ROUNDS: Final = 4
+LOOP: Final = """
+def _burn(turns):
+    for _ in range(turns):
+        pass
+
+
+_prepare_for_decode = ScheduleBatch.prepare_for_decode
+
+
+def _slower(self, *args, **kwargs):
+    _burn({turns})
+    return _prepare_for_decode(self, *args, **kwargs)
+
+
+ScheduleBatch.prepare_for_decode = _slower
+"""
+
+
+def copy_package(target: Path, turns: int) -> Side:
+    """A copy of the package whose decode steps run an empty loop of so many turns besides."""
+    shutil.copytree(
+        REPO_ROOT / "python", target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
+    if turns:
+        path = target / "sglang" / "srt" / "managers" / "schedule_batch.py"
+        path.write_text(path.read_text() + LOOP.format(turns=turns))
+    return Side(target.name, str(target))
+
+
+def calibrate(scratch: Path, share: float) -> int:
+    """Turns of the loop that make the host work of a decode step longer by `share` of it."""
+    many = 20_000
+    plain = copy_package(scratch / "calibrate-plain", 0)
+    burning = copy_package(scratch / "calibrate-burning", many)
+    host: list[float] = []
+    extra: list[float] = []
+    with contest.forking(threads=1) as context:
+        for _ in range(5):
+            with Worker(context, plain, 1) as one, Worker(context, burning, 1) as other:
+                for worker in (one, other):
+                    worker.run(CALIBRATED, warm_up=True)
+                for _ in range(4):
+                    found = [worker.run(CALIBRATED) for worker in (one, other)]
+                    us = [round_["host_us_per_step"] for round_ in found]
+                    host.append(us[0])
+                    extra.append(us[1] - us[0])
+    for side in (plain, burning):
+        shutil.rmtree(side.package)
+    return round(share * statistics.median(host) / (statistics.median(extra) / many))
+
+
+def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None) -> None:
+    """Run the trials that are not in the file yet, of each kind in turn."""
+    with tempfile.TemporaryDirectory(prefix="gate-") as folder:
+        scratch = Path(folder)
+        turns = {kind: calibrate(scratch, share) if share else 0 for kind, share in KINDS.items()}
+        print(f"turns of the loop: {turns}", flush=True)
+        base = copy_package(scratch / "base", 0)
+        heads = {kind: copy_package(scratch / kind, turns[kind]) for kind in kinds}
+        while most is None or most > 0:
+            done = [trial["kind"] for trial in read(out)]
+            left = {kind: TRIALS[kind] - done.count(kind) for kind in kinds}
+            # The kind that is furthest behind.
+            kind = max(left, key=lambda name: left[name] / TRIALS[name])
+            if left[kind] <= 0:
+                return
+            started = time.monotonic()
+            load = os.getloadavg()[0]
+            cases = list(contest.QUICK)
+            found = compare(
+                base, heads[kind], cases, minutes, ROUNDS, lambda *_: None, lambda _: None
+            )
+            trial = {
+                "kind": kind,
+                "turns": turns[kind],
+                "pairs": len(found.pairs),
+                "seconds": round(time.monotonic() - started),
+                "load": [round(load, 2), round(os.getloadavg()[0], 2)],
+                "verdicts": [asdict(verdict) for verdict in found.judge()],
+            }
+            with out.open("a") as sink:
+                sink.write(json.dumps(trial) + "\n")
+            print(f"{kind}: {describe(trial)}", flush=True)
+            most = None if most is None else most - 1
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    """The trials in a file."""
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def is_wrong(trial: dict[str, Any]) -> bool:
+    """Whether the gate was wrong: a false alarm, or a miss."""
+    kinds = [verdict["verdict"] for verdict in trial["verdicts"]]
+    if trial["kind"] == "same":
+        return verdicts.SLOWER in kinds or verdicts.FASTER in kinds
+    return verdicts.SLOWER not in kinds or verdicts.FASTER in kinds
+
+
+def describe(trial: dict[str, Any]) -> str:
+    """A trial in a line."""
+    kinds = [verdict["verdict"] for verdict in trial["verdicts"]]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    load = " to ".join(map(str, trial["load"]))
+    return f"{trial['pairs']} pairs, {trial['seconds']} s, load {load}: {counts}"
+
+
+def bounds(wrong: int, trials: int) -> tuple[float, float]:
+    """Wilson's interval of a share, 95%."""
+    z, p = 1.96, wrong / trials
+    middle, half = (
+        p + z**2 / (2 * trials),
+        z * math.sqrt(p * (1 - p) / trials + (z / trials / 2) ** 2),
+    )
+    return (middle - half) / (1 + z**2 / trials), (middle + half) / (1 + z**2 / trials)
+
+
+def summarise(trials: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines about all trials of each kind."""
+    lines = []
+    for kind in KINDS:
+        chosen = [trial for trial in trials if trial["kind"] == kind]
+        if not chosen:
+            continue
+        wrong = sum(map(is_wrong, chosen))
+        low, high = bounds(wrong, len(chosen))
+        what = "false alarms" if kind == "same" else "missed"
+        pairs = statistics.median(trial["pairs"] for trial in chosen)
+        seconds = statistics.median(trial["seconds"] for trial in chosen)
+        lines.append(
+            f"{kind}: {wrong} of {len(chosen)} {what} (95%: {low:.0%} to {high:.0%}); median "
+            f"{pairs:.0f} pairs in {seconds:.0f} s"
+        )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run trials, or sum them up."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="gate_error_rates.py", description=summary)
+    parser.add_argument("--out", type=Path, nargs="+", required=True, help="files of trials")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of each comparison")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--most", type=int, help="trials in this call")
+    parser.add_argument("--summary", action="store_true", help="only sum up")
+    args = parser.parse_args(argv)
+    if not args.summary:
+        args.out[0].parent.mkdir(parents=True, exist_ok=True)
+        run_trials(args.out[0], args.minutes, args.kinds, args.most)
+    print("\n".join(summarise([trial for out in args.out for trial in read(out)])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
