@@ -142,7 +142,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cases", nargs="+", choices=sorted(CASES), metavar="CASE", default=list(contest.QUICK)
     )
-    parser.add_argument("--rounds", type=int, default=4, help="of a case, in each pair")
+    parser.add_argument(
+        "--rounds", type=int, default=contest.ROUNDS, help="of a case, in each pair"
+    )
     parser.add_argument(
         "--tolerance", type=float, default=0.01, help="a smaller difference is none (default: 1%%)"
     )

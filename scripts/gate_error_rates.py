@@ -45,7 +45,6 @@ from lab.contest import Side, Worker  # noqa: E402
 KINDS: Final = {"same": 0.0, "slow-5": 0.05, "slow-10": 0.10}
 TRIALS: Final = {"same": 40, "slow-5": 20, "slow-10": 20}
 CALIBRATED: Final = "decode/tiny-b8"
-ROUNDS: Final = 4
 LOOP: Final = """
 def _burn(turns):
     for _ in range(turns):
@@ -75,8 +74,8 @@ def copy_package(target: Path, turns: int) -> Side:
     return Side(target.name, str(target))
 
 
-def calibrate(scratch: Path, share: float) -> int:
-    """Turns of the loop that make the host work of a decode step longer by `share` of it."""
+def calibrate(scratch: Path) -> float:
+    """Turns of the loop that take as long as the host work of a decode step."""
     many = 20_000
     plain = copy_package(scratch / "calibrate-plain", 0)
     burning = copy_package(scratch / "calibrate-burning", many)
@@ -94,14 +93,15 @@ def calibrate(scratch: Path, share: float) -> int:
                     extra.append(us[1] - us[0])
     for side in (plain, burning):
         shutil.rmtree(side.package)
-    return round(share * statistics.median(host) / (statistics.median(extra) / many))
+    return many * statistics.median(host) / statistics.median(extra)
 
 
 def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None) -> None:
     """Run the trials that are not in the file yet, of each kind in turn."""
     with tempfile.TemporaryDirectory(prefix="gate-") as folder:
         scratch = Path(folder)
-        turns = {kind: calibrate(scratch, share) if share else 0 for kind, share in KINDS.items()}
+        whole = calibrate(scratch)
+        turns = {kind: round(share * whole) for kind, share in KINDS.items()}
         print(f"turns of the loop: {turns}", flush=True)
         base = copy_package(scratch / "base", 0)
         heads = {kind: copy_package(scratch / kind, turns[kind]) for kind in kinds}
@@ -116,7 +116,7 @@ def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None
             load = os.getloadavg()[0]
             cases = list(contest.QUICK)
             found = compare(
-                base, heads[kind], cases, minutes, ROUNDS, lambda *_: None, lambda _: None
+                base, heads[kind], cases, minutes, contest.ROUNDS, lambda *_: None, lambda _: None
             )
             trial = {
                 "kind": kind,

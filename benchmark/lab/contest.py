@@ -57,6 +57,9 @@ GATED: Final = (
 )
 """Metrics that verdicts are about; of each, smaller is better."""
 
+ROUNDS: Final = 4
+"""Of each case in a pair."""
+
 ANSWER_S: Final = 180.0
 
 
@@ -241,7 +244,7 @@ class Contest:
         base: Side,
         head: Side,
         cases: Sequence[str],
-        rounds: int = 4,
+        rounds: int = ROUNDS,
         threads: int = 1,
     ) -> None:
         self._context = context

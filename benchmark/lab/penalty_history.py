@@ -9,7 +9,6 @@ float64.
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +19,7 @@ from lab.models import Unsupported
 from lab.penalty_costs import (
     REQUEST,
     Cell,
+    Joiner,
     Logits,
     Sparse,
     Stepper,
@@ -173,14 +173,9 @@ class PenaltySession:
             stepper(4)
             block = stepper(STEPS)
             check("the commit", subject, logits)
-            started = time.perf_counter()
-            for number in range(JOINS):
-                subject.join(number % case.batch_size)
-            joined = time.perf_counter() - started
-            for number in range(JOINS):
-                subject.note_join(number % case.batch_size)
+            joined = Joiner(subject, _CPU)(JOINS)
             check_joined("the commit", subject)
         return {
             "us_per_step": block.host_us + block.device_us,
-            "us_per_join": 1e6 * joined / JOINS,
+            "us_per_join": joined.device_us,
         }

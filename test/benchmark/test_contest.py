@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ def test_what_one_side_lacks_is_left_out(fake: list[tuple[str, str]]) -> None:
 def test_a_slower_package_is_found_from_the_command_line(tmp_path: Path) -> None:
     """Real processes of a real engine, one of them with a pause in each decode step."""
     slow = tmp_path / "slow"
-    subprocess.run(["cp", "-r", PACKAGE, str(slow)], check=True)
+    shutil.copytree(PACKAGE, slow, ignore=shutil.ignore_patterns("__pycache__"))
     path = slow / "sglang" / "srt" / "managers" / "schedule_batch.py"
     text = path.read_text(encoding="utf-8")
     hook = "\n\nimport time as _time\n_prepare = ScheduleBatch.prepare_for_decode\n"

@@ -26,8 +26,6 @@ class Target:
     limit : float
     at_least : bool
         Whether `limit` is the smallest that will do, and not the largest.
-    is_ratio : bool
-        Whether `value` is upstream's time by ours, which the floor's can stand beside.
     """
 
     text: str
@@ -36,7 +34,6 @@ class Target:
     value: Callable[[CellResult], float | None]
     limit: float
     at_least: bool = True
-    is_ratio: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,14 +113,13 @@ def _is_large(cell: Cell) -> bool:
 
 
 TARGETS: Final = (
-    Target("never slower than upstream", "cpu", lambda c: True, _ratio, 1, is_ratio=True),
+    Target("never slower than upstream", "cpu", lambda c: True, _ratio, 1),
     Target(
         "plain, B >= 64, V >= 128k, seen <= 256: >= 15x",
         "cpu",
         lambda c: _is_large(c) and c.seen <= 256,
         _ratio,
         15,
-        is_ratio=True,
     ),
     Target(
         "plain, B >= 64, V >= 128k, seen 2048: >= 5x",
@@ -131,7 +127,6 @@ TARGETS: Final = (
         lambda c: _is_large(c) and c.seen == 2048,
         _ratio,
         5,
-        is_ratio=True,
     ),
     Target(
         "verification, B >= 8: >= 8x",
@@ -139,7 +134,6 @@ TARGETS: Final = (
         lambda c: c.is_draft and c.batch_size >= 8,
         _ratio,
         8,
-        is_ratio=True,
     ),
     Target(
         "finish plus join, B = 64, V = 128k: >= 100x",
@@ -147,7 +141,6 @@ TARGETS: Final = (
         lambda c: c.kind == "join" and c.batch_size == 64 and c.vocab_size == 128_256,
         _ratio,
         100,
-        is_ratio=True,
     ),
     Target(
         "extra memory <= 32 B a token seen + 64 KiB, a request",
@@ -184,7 +177,7 @@ def _verdict(results: Sequence[CellResult], device: str, target: Target) -> Verd
     sign = 1 if target.at_least else -1
     found.sort(key=lambda pair: sign * pair[0])
     misses = [
-        Miss(result.cell, value, _ratio_of_floor(result) if target.is_ratio else None)
+        Miss(result.cell, value, _ratio_of_floor(result) if target.value is _ratio else None)
         for value, result in found
         if sign * value < sign * target.limit
     ]

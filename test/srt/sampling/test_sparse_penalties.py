@@ -34,7 +34,7 @@ from penalty_scenarios import (
     random_story,
 )
 
-from sglang.srt.sampling.penaltylib import sparse_layout, sparse_planner
+from sglang.srt.sampling.penaltylib import sparse_layout, sparse_ops, sparse_planner
 from sglang.srt.sampling.penaltylib.sparse_layout import BIAS, ENTRY_BYTES, FIRST_PAGE, PAGE, STOP
 from sglang.srt.sampling.penaltylib.sparse_penalties import (
     PenaltyCapacityError,
@@ -44,6 +44,7 @@ from sglang.srt.sampling.penaltylib.sparse_penalties import (
     PenaltyState,
     PenaltyStepError,
 )
+from sglang.srt.sampling.penaltylib.torch_ops import TorchPenaltyOps
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = [
@@ -357,6 +358,18 @@ def test_compiled_code_that_cannot_be_kept_or_read(
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "file"))
     assert compiled(twice)(4) == 8
     assert str(tmp_path / "file") == config.CACHE_DIR
+
+
+def test_a_numba_that_does_not_work_leaves_it_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("Numba needs another NumPy")
+
+    monkeypatch.setattr(sparse_ops, "find_spec", lambda name: True)
+    monkeypatch.setattr(sparse_ops, "import_module", broken)
+    assert type(PenaltyState(PenaltyPool(1, 10), CPU)._ops) is TorchPenaltyOps
+    assert "Numba needs another NumPy" in caplog.text
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="of numba")

@@ -454,7 +454,7 @@ class NumbaPenaltyOps:
         return self._scratch
 
     def _run_shares(self, run: Callable[[int], None], num_shares: int) -> None:
-        others: list[Future[None]] = []
+        others: dict[int, Future[None]] = {}
         if num_shares > 1:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(torch.get_num_threads() - 1, "penalties")
@@ -462,16 +462,14 @@ class NumbaPenaltyOps:
             # on serving does all of it itself.
             with contextlib.suppress(RuntimeError):
                 for share in range(1, num_shares):
-                    others.append(self._threads.submit(run, share))
+                    others[share] = self._threads.submit(run, share)
         run(0)
-        for share in range(len(others) + 1, num_shares):
-            run(share)
-        for share, other in enumerate(others, 1):
+        for share in range(1, num_shares):
             # What no thread has begun yet is done sooner than waited for.
-            if other.cancel():
+            if share not in others or others[share].cancel():
                 run(share)
             else:
-                other.result()
+                others[share].result()
 
     def ancestors(self, parents: torch.Tensor) -> torch.Tensor:
         """See `PenaltyOps`."""

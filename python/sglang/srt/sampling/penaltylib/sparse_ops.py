@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -87,14 +88,7 @@ def make_ops(backend: str, tables: PenaltyTables) -> PenaltyOps:
         If it was asked for by its name, and what it needs is missing.
     """
     if backend == "auto":
-        if tables.tokens.is_cuda and is_triton_available():
-            backend = "triton"
-        elif tables.tokens.is_cpu and find_spec("numba") is not None:
-            try:
-                return make_ops("numba", tables)
-            except ImportError as error:
-                logger.warning("numba is there but does not work, torch penalizes: %s", error)
-        backend = "torch" if backend == "auto" else backend
+        backend = _best(tables)
     if backend == "torch":
         return TorchPenaltyOps()
     if backend == "numba":
@@ -106,3 +100,15 @@ def make_ops(backend: str, tables: PenaltyTables) -> PenaltyOps:
     from sglang.srt.sampling.penaltylib.triton_ops.sparse_penalties import TritonPenaltyOps
 
     return TritonPenaltyOps()
+
+
+def _best(tables: PenaltyTables) -> str:
+    if tables.tokens.is_cuda and is_triton_available():
+        return "triton"
+    if tables.tokens.is_cpu and find_spec("numba") is not None:
+        try:
+            import_module("sglang.srt.sampling.penaltylib.numba_ops")
+            return "numba"
+        except ImportError as error:
+            logger.warning("numba is there but does not work, torch penalizes: %s", error)
+    return "torch"
