@@ -59,8 +59,12 @@ test: env model ## Run the tests (ARGS="..." goes to pytest)
 	$(PY) -m pytest $(ARGS)
 
 .PHONY: bench
-bench: env model ## Measure the landmark commits with asv and print the table
+bench: env model ## Measure the landmark commits with asv and print the table (the quick set)
 	$(PY) scripts/bench.py $(ARGS)
+
+.PHONY: bench-full
+bench-full: env model ## The same with all cases and not the quick set of each question
+	$(PY) scripts/bench.py --full $(ARGS)
 
 .PHONY: bench-gate
 bench-gate: env ## Compare two commits: make bench-gate ARGS="main HEAD"

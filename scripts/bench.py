@@ -6,13 +6,15 @@ fix, and HEAD. asv makes one environment (once, below ``.asv/env``), installs on
 into it and measures each with the laboratory of the working tree. Results stay in ``.asv/results``, so
 that a second call measures only what is new. The asv site is written to ``.asv/html``.
 
-The work, on an idle two-core machine: some two minutes for the environment, three and a half a commit.
+By default the quick set of each question is measured (`lab.cases`), with ``--full`` all cases. Of the
+decode path's many cases the table shows the quick set alone; the report and the asv site have all.
 
 Examples
 --------
 ::
 
     python scripts/bench.py                     # what `make bench` does
+    python scripts/bench.py --full              # all cases: `make bench-full`
     python scripts/bench.py --rerun             # measure all of them again
     python scripts/bench.py --bench '^decode'   # only some benchmarks (asv's regular expressions)
     python scripts/bench.py --commit main~3     # another commit besides
@@ -42,38 +44,53 @@ from prove_fixes import FIXES, TRAILER, ProofError, git, trailers
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
+from lab.cases import CASES, QUESTIONS  # noqa: E402
 from lab.formats import busy_notes, significant  # noqa: E402
-from lab.workloads import CASES  # noqa: E402
 
-# By asv's benchmark class: its metrics, each with its track_ method, the row's name, what turns the
-# value into the one shown, its significant digits, and whether more is better.
+# By question: its metrics, each with its track_ method, the row's name, what turns the value into the
+# one shown, its significant digits, and whether more is better.
 Shown = tuple[str, str, Callable[[float], float], int, bool]
 _SAME: Callable[[float], float] = float
-_SPEED: Final[tuple[Shown, ...]] = (
+_LATENCY: Final[tuple[Shown, ...]] = (
     ("us_per_token", "tokens/s", lambda us: 1e6 / us, 4, True),
     ("itl_p50_ms", "ITL p50, ms", _SAME, 3, False),
     ("itl_p99_ms", "ITL p99, ms", _SAME, 3, False),
 )
-_OCCUPANCY: Final[Shown] = ("forward_idle", "forward occupancy", lambda x: 1 - x, 3, True)
 METRICS: Final[dict[str, tuple[Shown, ...]]] = {
-    "decode.Decode": (*_SPEED, _OCCUPANCY),
-    "mixed.Mixed": (*_SPEED, ("score_p50_ms", "scoring p50, ms", _SAME, 3, False)),
-    "speculative.Speculative": (
-        *_SPEED,
+    "decode": (
+        *_LATENCY,
+        ("forward_idle", "forward occupancy", lambda x: 1 - x, 3, True),
         ("steps_per_token", "accepted length", lambda x: 1 / x, 3, True),
     ),
-    "overlap.Overlap": (
+    "mixed": (*_LATENCY, ("score_p50_ms", "scoring p50, ms", _SAME, 3, False)),
+    "overlap": (
         ("model_forwards_per_step", "MODEL occupancy", lambda x: 1 / x, 3, True),
         ("model_itl_p50_ms", "MODEL ITL p50, ms", _SAME, 3, False),
     ),
-    "penalties.Penalties": (
+    "transfers": (
+        ("blocking_per_step", "blocking transfers/step", _SAME, 2, False),
+        ("transfer_bytes_per_step", "bytes/step", _SAME, 4, False),
+    ),
+    "penalties": (
         ("us_per_step", "penalties, us/step", _SAME, 3, False),
         ("us_per_step_ratio", "the same by a dense pass", _SAME, 3, False),
         ("us_per_join", "finish and join, us", _SAME, 3, False),
     ),
+    "scheduler": (
+        ("host_us_per_step", "host, us/step", _SAME, 3, False),
+        ("prepare_us", "prepare, us", _SAME, 3, False),
+        ("merge_us", "merge, us", _SAME, 3, False),
+        ("filter_us", "filter, us", _SAME, 3, False),
+    ),
+    "memory": (
+        ("peak_step_bytes", "peak of a step, MB", lambda n: n / 1e6, 3, False),
+        ("penalty_state_bytes", "penalties, MB", lambda n: n / 1e6, 3, False),
+    ),
 }
-# Questions of many cases, of which the table shows some; the asv site has all.
-SHOWN_CASES: Final = {"overlap.Overlap": re.compile(r"-b8-t(1|5|10)ms$")}
+# asv's regular expression for the classes of the quick sets: all that are not called ...More.
+QUICK: Final = r"^\w+\.(?!\w*More\.)"
+# Of questions with many cases the table shows those of the quick set, and others if asked for.
+_MANY: Final = ("decode", "overlap")
 
 
 class BenchError(RuntimeError):
@@ -280,7 +297,7 @@ def publish(repo: Path) -> Path:
 
 # --- Results ----------------------------------------------------------------------------------
 
-# By (benchmark, case): a number, NaN where it was skipped or stalls, None where it failed.
+# By ("question.track_metric", case): a number, NaN where it was skipped or stalls, None where it failed.
 Values = dict[tuple[str, str], float | None]
 
 
@@ -300,7 +317,9 @@ def load_results(repo: Path, machine: str, sha: str) -> Values:
         for key in results.get_all_result_keys():
             (names,) = results.get_result_params(key)
             found = results.get_result_value(key, [names])
-            values |= {(key, name.strip("'")): v for name, v in zip(names, found, strict=True)}
+            # The two classes of a question are one table.
+            name = re.sub(r"^(\w+)\.\w+\.", r"\1.", key)
+            values |= {(name, case.strip("'")): v for case, v in zip(names, found, strict=True)}
     return values
 
 
@@ -325,13 +344,14 @@ def rows(found: Sequence[Values]) -> Iterator[tuple[str, str, str, list[str], bo
     for group, shown in METRICS.items():
         keys = dict.fromkeys(key for values in found for key in values)
         cases = dict.fromkeys(case for key, case in keys if key.startswith(f"{group}."))
-        if group in SHOWN_CASES:
-            cases = [case for case in cases if SHOWN_CASES[group].search(case)]
-        for case in cases:
+        quick = [case.name for case in QUESTIONS[group] if case.quick]
+        for case in quick if group in _MANY else cases:
+            if case not in cases:
+                continue
             for metric in shown:
                 cells = _cells(found, group, metric, case)
                 arrow = "↑" if metric[4] else "↓"
-                yield group.split(".")[0], case, f"{metric[1]} {arrow}", cells, metric is shown[-1]
+                yield group, case, f"{metric[1]} {arrow}", cells, metric is shown[-1]
 
 
 def _cells(found: Sequence[Values], group: str, metric: Shown, case: str) -> list[str]:
@@ -371,8 +391,8 @@ def show(marks: Sequence[Landmark], found: Sequence[Values], console: Any) -> No
     console.print(table)
     console.print(
         "[dim]↑ more is better, ↓ less. A factor is the change against the first commit with a number.\n"
-        "Each commit had a process of its own: between two of them the same code differs by up to a "
-        "tenth, and by more on a busy machine.\n"
+        "Each number is the median of three processes: between two of them the same code differs by up "
+        "to a tenth, and by more on a busy machine; `make report` says by how much.\n"
         "'stalls': generation requests under scoring requests never end, or the engine dies.[/]"
     )
 
@@ -390,6 +410,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--commit", action="append", default=[], metavar="NAME", help="a commit to measure besides"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all cases, and not the quick set of each question"
     )
     parser.add_argument("--table", action="store_true", help="measure nothing, print what there is")
     parser.add_argument("--json", action="store_true", help="print JSON; the rest goes to stderr")
@@ -410,9 +433,11 @@ def bench(args: argparse.Namespace, console: Any) -> tuple[list[Landmark], list[
     for note in [] if args.table else busy_notes(threads=2):
         console.print(f"[bold]{note}; what is kept is measured again by --rerun[/]")
     if not args.table:
-        options = [] if args.rerun else ["--skip-existing-successful"]
-        options += [part for regex in args.bench for part in ("--bench", regex)]
-        with Progress(console, len(CASES)) as progress:
+        options = ["--record-samples"]
+        options += [] if args.rerun else ["--skip-existing-successful"]
+        chosen = args.bench or ([] if args.full else [QUICK])
+        options += [part for regex in chosen for part in ("--bench", regex)]
+        with Progress(console, sum(case.quick or args.full for case in CASES.values())) as progress:
             status = run_asv(repo, [mark.sha for mark in marks], options, progress)
     return marks, [load_results(repo, machine, mark.sha) for mark in marks], status
 

@@ -40,8 +40,8 @@ REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
 from lab import contest, verdicts  # noqa: E402
+from lab.cases import CASES  # noqa: E402
 from lab.contest import Contest, ContestError, Side  # noqa: E402
-from lab.workloads import CASES  # noqa: E402
 
 MAX_PAIRS: Final = 60
 Tick = Callable[[str], None]
@@ -76,14 +76,14 @@ def compare(
     head: Side,
     cases: Sequence[str],
     minutes: float,
-    rounds: int,
+    rounds: int | None,
     on_pair: Callable[[int, int], None],
     tick: Tick,
 ) -> Contest:
-    """Measure as many pairs as there is time for, which the first one tells.
+    """Measure as many pairs as there is time for, but `lab.verdicts.MIN_PAIRS` at least.
 
-    How many there are is settled before anything is known of the result: who goes on until there is a
-    difference finds one.
+    Only the clock ends it, which knows nothing of the result: who goes on until there is a difference
+    finds one.
     """
     started = time.monotonic()
     with contest.forking(threads=1) as context:
@@ -91,14 +91,15 @@ def compare(
         tick("compiling")
         found.prepare()
         begun = time.monotonic()
-        found.run_pair(tick)
-        each = time.monotonic() - begun
-        left = 60 * minutes - (time.monotonic() - started)
-        total = 1 + min(max(int(left / each), verdicts.MIN_PAIRS - 1), MAX_PAIRS - 1)
-        for number in range(1, total):
-            on_pair(number, total)
+        for done in range(1, MAX_PAIRS + 1):
             found.run_pair(tick)
-        on_pair(total, total)
+            now = time.monotonic()
+            each = (now - begun) / done
+            left = int((started + 60 * minutes - now) / each)
+            total = min(max(done + left, verdicts.MIN_PAIRS), MAX_PAIRS)
+            on_pair(done, total)
+            if done >= total:
+                break
     return found
 
 
@@ -137,13 +138,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("base", help="a commit, or a directory that holds sglang")
     parser.add_argument("head", help="likewise")
     parser.add_argument(
-        "--minutes", type=float, default=5.0, help="of measuring, about (default: %(default)s)"
+        "--minutes", type=float, default=6.0, help="of measuring, about (default: %(default)s)"
     )
     parser.add_argument(
         "--cases", nargs="+", choices=sorted(CASES), metavar="CASE", default=list(contest.QUICK)
     )
     parser.add_argument(
-        "--rounds", type=int, default=contest.ROUNDS, help="of a case, in each pair"
+        "--rounds", type=int, help="of each case in a pair (default: 4 to 10, see lab.contest)"
     )
     parser.add_argument(
         "--tolerance", type=float, default=0.01, help="a smaller difference is none (default: 1%%)"
@@ -159,7 +160,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in ("minutes", "rounds", "tolerance", "margin"):
         value = getattr(args, name)
-        if not (math.isfinite(value) and value > 0):
+        if value is not None and not (math.isfinite(value) and value > 0):
             parser.error(f"argument --{name}: must be above 0, got {value}")
     return args
 

@@ -3,10 +3,11 @@
 
 Each trial is one comparison by `bench_gate`, between copies of the working tree's package in folders of
 their own. In ``same`` nothing is changed; in ``slow-5`` and ``slow-10`` each decode step's host work has
-been made 5 or 10 percent longer, by a loop in ``ScheduleBatch.prepare_for_decode`` whose length is
-measured first, as a share of ``host_us_per_step`` of the case ``decode/tiny-b8``. A trial of ``same``
-that calls any metric faster or slower is a false alarm; one of the others that calls none slower, or any
-faster, is a miss.
+been made 5 or 10 percent longer, by a loop whose length is measured first, as a share of
+``host_us_per_step`` of the case ``scheduler/b8``, where nothing but the host's work is done. The loop
+stands in the step's preparation, in what makes its forward batch, or in what handles its results, in
+turn. A trial of ``same`` that calls any metric faster or slower is a false alarm; one of the others that
+calls none slower, or any faster, is a miss.
 
 Trials are appended to a file, one line of JSON each; a second call goes on where the first one ended.
 Two calls at once, with files of their own, are each other's busy neighbour.
@@ -15,7 +16,7 @@ Examples
 --------
 ::
 
-    python scripts/gate_error_rates.py --out .cache/gate-trials.jsonl --minutes 3
+    python scripts/gate_error_rates.py --out .cache/gate-trials.jsonl
     python scripts/gate_error_rates.py --out .cache/gate-trials.jsonl --summary
 """
 
@@ -44,33 +45,52 @@ from lab.contest import Side, Worker  # noqa: E402
 
 KINDS: Final = {"same": 0.0, "slow-5": 0.05, "slow-10": 0.10}
 TRIALS: Final = {"same": 40, "slow-5": 20, "slow-10": 20}
-CALIBRATED: Final = "decode/tiny-b8"
+CALIBRATED: Final = "scheduler/b8"
+# Where a slowdown is put, one after the other: one that only the whole step shows must be found too.
+SITES: Final = {
+    "prepare": ("managers/schedule_batch.py", "ScheduleBatch.prepare_for_decode"),
+    "forward batch": ("managers/schedule_batch.py", "ScheduleBatch.get_forward_batch"),
+    "results": (
+        "managers/scheduler_output_processor_mixin.py",
+        "SchedulerOutputProcessorMixin.process_batch_result_decode",
+    ),
+}
 LOOP: Final = """
 def _burn(turns):
     for _ in range(turns):
         pass
 
 
-_prepare_for_decode = ScheduleBatch.prepare_for_decode
+_fast = {function}
 
 
 def _slower(self, *args, **kwargs):
     _burn({turns})
-    return _prepare_for_decode(self, *args, **kwargs)
+    return _fast(self, *args, **kwargs)
 
 
-ScheduleBatch.prepare_for_decode = _slower
+{function} = _slower
 """
 
 
-def copy_package(target: Path, turns: int) -> Side:
-    """A copy of the package whose decode steps run an empty loop of so many turns besides."""
+def copy_package(target: Path, turns: int, site: str = "prepare") -> Side:
+    """A copy of the package whose decode steps run an empty loop of so many turns besides.
+
+    Parameters
+    ----------
+    target : Path
+        A directory that does not exist.
+    turns : int
+    site : str
+        A key of `SITES`.
+    """
     shutil.copytree(
         REPO_ROOT / "python", target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
     )
     if turns:
-        path = target / "sglang" / "srt" / "managers" / "schedule_batch.py"
-        path.write_text(path.read_text() + LOOP.format(turns=turns))
+        file, function = SITES[site]
+        path = target / "sglang" / "srt" / file
+        path.write_text(path.read_text() + LOOP.format(turns=turns, function=function))
     return Side(target.name, str(target))
 
 
@@ -104,7 +124,11 @@ def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None
         turns = {kind: round(share * whole) for kind, share in KINDS.items()}
         print(f"turns of the loop: {turns}", flush=True)
         base = copy_package(scratch / "base", 0)
-        heads = {kind: copy_package(scratch / kind, turns[kind]) for kind in kinds}
+        heads = {
+            (kind, site): copy_package(scratch / f"{kind}-{place}", turns[kind], site)
+            for kind in kinds
+            for place, site in enumerate(SITES)
+        }
         while most is None or most > 0:
             done = [trial["kind"] for trial in read(out)]
             left = {kind: TRIALS[kind] - done.count(kind) for kind in kinds}
@@ -115,11 +139,12 @@ def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None
             started = time.monotonic()
             load = os.getloadavg()[0]
             cases = list(contest.QUICK)
-            found = compare(
-                base, heads[kind], cases, minutes, contest.ROUNDS, lambda *_: None, lambda _: None
-            )
+            site = list(SITES)[done.count(kind) % len(SITES)]
+            head = heads[kind, site]
+            found = compare(base, head, cases, minutes, None, lambda *_: None, lambda _: None)
             trial = {
                 "kind": kind,
+                "site": site,
                 "turns": turns[kind],
                 "pairs": len(found.pairs),
                 "seconds": round(time.monotonic() - started),
@@ -128,7 +153,7 @@ def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None
             }
             with out.open("a") as sink:
                 sink.write(json.dumps(trial) + "\n")
-            print(f"{kind}: {describe(trial)}", flush=True)
+            print(f"{kind}, {site}: {describe(trial)}", flush=True)
             most = None if most is None else most - 1
 
 
@@ -187,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="gate_error_rates.py", description=summary)
     parser.add_argument("--out", type=Path, nargs="+", required=True, help="files of trials")
-    parser.add_argument("--minutes", type=float, default=3.0, help="of each comparison")
+    parser.add_argument("--minutes", type=float, default=6.0, help="of each comparison")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--most", type=int, help="trials in this call")
     parser.add_argument("--summary", action="store_true", help="only sum up")

@@ -24,7 +24,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ from typing import Any
 import torch
 
 from lab import models
+from lab.cases import DRAFT_SHAPES, Case, Setup
 from lab.fake_engine import MEANT, watched_engine
+from lab.metrics import WorkNotDone
 from lab.transfer_ledger import Transfer, TransferLedger, blocking_of, render, totals_of
-from lab.workloads import DRAFT_SHAPES
 
 PENALTIES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -175,6 +176,55 @@ def _backend_args(penalty_backend: str | None) -> dict[str, str]:
     if penalty_backend == "sparse":
         raise ValueError("this commit of the package has no sparse penalties")
     return {}
+
+
+class TransferSession:
+    """Runs rounds of cases of the question ``transfers``, as `lab.workloads.Session` does of others.
+
+    Parameters
+    ----------
+    setup : Setup
+    scratch : Path
+        Not used.
+    """
+
+    def __init__(self, setup: Setup, scratch: Path) -> None:
+        del scratch
+        self._setup = setup
+        self.progress: Callable[[], None] = lambda: None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def run_round(self, case: Case) -> dict[str, float]:
+        """Look at ``case.output_len`` decode steps.
+
+        Returns
+        -------
+        dict of str to float
+            Of each step, on average: ``blocking_per_step``, transfers that block and are not meant to;
+            ``transfers_per_step``, all of them but the wait for results; ``transfer_bytes_per_step``.
+
+        Raises
+        ------
+        WorkNotDone
+            If there were not so many steps.
+        """
+        found = audit(
+            self._setup.speculative,
+            "all" if case.penalties else "none",
+            steps=case.output_len,
+            batch_size=case.batch_size,
+            disable_overlap_schedule=not self._setup.overlap,
+        )
+        if found.steps != case.output_len:
+            raise WorkNotDone(f"{found.steps} decode steps were seen, not {case.output_len}")
+        crossing = [t for t in found.transfers if not t.allowed]
+        return {
+            "blocking_per_step": len(found.blocking()) / found.steps,
+            "transfers_per_step": len(crossing) / found.steps,
+            "transfer_bytes_per_step": sum(t.nbytes for t in crossing) / found.steps,
+        }
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -29,21 +29,44 @@ from typing import Any, Final
 import numpy as np
 
 from lab import verdicts
+from lab.cases import CASES, Case
 from lab.models import Unsupported
-from lab.workloads import CASES, Case, make_session
+from lab.workloads import make_session
 
 PRELOADED: Final = ("numpy", "torch", "numba", "safetensors.torch", "tokenizers", "jinja2", "tqdm")
 """What all sides have in common, loaded once. Nothing of it may start a thread or compute."""
 
+
+@dataclass(frozen=True)
+class Turns:
+    """How a contest runs a case.
+
+    Attributes
+    ----------
+    output_len : int
+        Tokens that a request generates, where that is fewer than the case says. Short rounds in turns
+        see the same neighbours; long ones do not.
+    rounds : int
+        In each pair. The median of many is what a busy neighbour does not move.
+    """
+
+    output_len: int
+    rounds: int
+
+
+ROUNDS: Final = 4
+"""Of a case that is not of the quick set."""
+
 QUICK: Final = {
-    "decode/tiny-b8": 32,
-    "decode/tiny-b64-penalties": 16,
-    "mixed/tiny-b8": 16,
-    "speculative/tiny-chain-b8-penalties": 24,
-    "penalties/plain-b64": 0,
+    "scheduler/b8": Turns(64, 10),
+    "scheduler/b64": Turns(48, 6),
+    "decode/tiny-b8": Turns(32, 5),
+    "decode/tiny-b32-penalties": Turns(16, 4),
+    "mixed/tiny-b8": Turns(16, 4),
+    "decode/tiny-b8-chain-penalties": Turns(16, 4),
+    "penalties/plain-b64": Turns(32, 4),
 }
-"""The quick set, and how many tokens a request generates where it is fewer than the case says. Short
-rounds in turns see the same neighbours; long ones do not."""
+"""The quick set. Host work that stands alone is measured most exactly, so it comes most often."""
 
 GATED: Final = (
     "cpu_us_per_token",
@@ -54,11 +77,11 @@ GATED: Final = (
     "steps_per_token",
     "us_per_step",
     "us_per_join",
+    "prepare_us",
+    "merge_us",
+    "filter_us",
 )
 """Metrics that verdicts are about; of each, smaller is better."""
-
-ROUNDS: Final = 4
-"""Of each case in a pair."""
 
 ANSWER_S: Final = 180.0
 
@@ -140,7 +163,7 @@ def _round(sessions: dict[Any, Any], scratch: Path, name: str, warm_up: bool) ->
 
 def _shortened(case: Case, name: str) -> Case:
     """A case as a contest runs it."""
-    length = QUICK.get(name) or case.output_len
+    length = QUICK[name].output_len if name in QUICK else case.output_len
     return dataclasses.replace(case, output_len=min(length, case.output_len))
 
 
@@ -226,9 +249,9 @@ class Contest:
         Of `forking`.
     base, head : Side
     cases : sequence of str
-        Of `lab.workloads.CASES`.
-    rounds : int
-        Of each case, in each pair.
+        Of `lab.cases.CASES`.
+    rounds : int, optional
+        Of each case, in each pair, instead of what `QUICK` says or `ROUNDS`.
     threads : int
 
     Attributes
@@ -244,13 +267,15 @@ class Contest:
         base: Side,
         head: Side,
         cases: Sequence[str],
-        rounds: int = ROUNDS,
+        rounds: int | None = None,
         threads: int = 1,
     ) -> None:
         self._context = context
         self.sides = (base, head)
         self._cases = list(cases)
-        self._rounds = rounds
+        self._rounds = {
+            case: rounds or (QUICK[case].rounds if case in QUICK else ROUNDS) for case in cases
+        }
         self._threads = threads
         self.pairs: list[Pair] = []
         self.notes: list[str] = []
@@ -287,15 +312,23 @@ class Contest:
                 for i in order:
                     tick(f"warm-up: {case}")
                     workers[i].run(case, warm_up=True)
-            for turn in range(self._rounds):
-                for case in self._cases:
-                    for i in order if turn % 2 == 0 else order[::-1]:
-                        tick(case)
-                        found = workers[i].run(case)
-                        assert found is not None
-                        (pair.base, pair.head)[i][case].append(found)
+            for case, turn in self._schedule():
+                for i in order if turn % 2 == 0 else order[::-1]:
+                    tick(case)
+                    found = workers[i].run(case)
+                    assert found is not None
+                    (pair.base, pair.head)[i][case].append(found)
         self.pairs.append(pair)
         return pair
+
+    def _schedule(self) -> Iterator[tuple[str, int]]:
+        """Cases, each with the number of its round, spread evenly over a pair."""
+        most = max(self._rounds[case] for case in self._cases)
+        for turn in range(most):
+            for case in self._cases:
+                done = turn * self._rounds[case] // most
+                if (turn + 1) * self._rounds[case] // most > done:
+                    yield case, done
 
     def judge(self, **how: float) -> list[verdicts.Verdict]:
         """Verdicts on what all pairs have, see `lab.verdicts.judge`."""

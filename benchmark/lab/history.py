@@ -1,9 +1,16 @@
 """What benchmarks along history (`benchmark/asv`) have in common.
 
 One measurement feeds all metrics: a benchmark class measures its cases in ``setup_cache``, once a
-commit, and its ``track_*`` methods read one number each. asv takes smaller as better, so what is better
+commit, and its ``track_*`` methods read one of them each. asv takes smaller as better, so what is better
 when it is larger is tracked as its inverse or its complement: tokens a second as microseconds a token,
 accepted length as steps a token, occupancy as the idle part.
+
+What varies is given to asv as samples, a round each, those of the first process first: it keeps their
+median, and its statistics (``stats_*``), and with ``--record-samples`` the samples themselves. What is
+the same in each round is a plain number.
+
+A question whose cases take longer than a person waits has two classes. The first one has the quick set,
+and the one called ``...More`` the rest.
 
 A commit that cannot do the work of a case *stalls*: its numbers are NaN, which asv shows as "n/a", and
 ``track_stalled`` is 1. A case that a commit has no API for is skipped. Anything else that goes wrong is
@@ -17,36 +24,44 @@ import math
 import os
 from typing import Any
 
+from lab.cases import QUESTIONS
 from lab.run import Event, run_cases
-from lab.workloads import QUESTIONS
 
 # Names a file that gets the events of the measurement, for whoever shows progress: asv keeps to itself
 # what a benchmark prints.
 EVENTS_VARIABLE = "LAB_EVENTS"
-# Rounds a case, for a look whether everything works.
+# Rounds a case and processes a case, for a look whether everything works.
 ROUNDS_VARIABLE = "LAB_ROUNDS"
+PROCESSES_VARIABLE = "LAB_PROCESSES"
 
 # Seconds that the cases of one question may take, on a busy machine.
 QUESTION_TIMEOUT_S = 1800
 
 Results = dict[str, dict[str, Any]]
+# What asv takes for a value that has samples.
+Samples = dict[str, Any]
 
 
-def cases(question: str) -> list[str]:
-    """Names of the cases of a question."""
-    return [case.name for case in QUESTIONS[question]]
+def cases(question: str, quick: bool = True) -> list[str]:
+    """Names of the cases of a question: its quick set, or the rest."""
+    return [case.name for case in QUESTIONS[question] if case.quick == quick]
 
 
-def measure(question: str) -> Results:
-    """Measure the cases of a question on the installed commit, by name of the case."""
+def measure(question: str, quick: bool = True) -> Results:
+    """Measure cases of a question on the installed commit, by name of the case."""
     prefix = f"{question}/"
-    rounds = os.environ.get(ROUNDS_VARIABLE)
     results = run_cases(
-        [prefix + name for name in cases(question)],
-        rounds=int(rounds) if rounds else None,
+        [prefix + name for name in cases(question, quick)],
+        rounds=_number(ROUNDS_VARIABLE),
+        processes=_number(PROCESSES_VARIABLE),
         on_event=_tell,
     )
     return {name.removeprefix(prefix): result for name, result in results.items()}
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    return int(text) if text else None
 
 
 def _tell(event: Event) -> None:
@@ -71,8 +86,8 @@ def require(results: Results, case: str) -> None:
         raise NotImplementedError(results[case]["detail"])
 
 
-def value(results: Results, case: str, metric: str) -> float:
-    """A metric of a case; NaN where the commit stalls.
+def value(results: Results, case: str, metric: str) -> float | Samples:
+    """A metric of a case, with samples if its rounds differ; NaN where the commit stalls.
 
     Raises
     ------
@@ -84,7 +99,9 @@ def value(results: Results, case: str, metric: str) -> float:
         raise RuntimeError(result["detail"])
     if result["outcome"] == "stalls":
         return math.nan
-    return float(f"{result['metrics'][metric]:.5g}")  # more digits than that are noise
+    # More digits than that are noise.
+    samples = [float(f"{round_[metric]:.5g}") for round_ in result["rounds"]]
+    return samples[0] if len(set(samples)) == 1 else {"samples": samples, "number": 1}
 
 
 def stalled(results: Results, case: str) -> float:
@@ -94,10 +111,17 @@ def stalled(results: Results, case: str) -> float:
     return float(results[case]["outcome"] == "stalls")
 
 
+def unfinished(results: Results, case: str) -> float:
+    """Generation requests of the round that was run last that did not get all their tokens."""
+    if results[case]["outcome"] == "failed":
+        raise RuntimeError(results[case]["detail"])
+    return float(results[case].get("unfinished", 0))
+
+
 def tracks(metric: str, unit: str) -> Any:
     """A ``track_*`` method for asv that reads `metric`."""
 
-    def track(self: Any, results: Results, case: str) -> float:
+    def track(self: Any, results: Results, case: str) -> float | Samples:
         return value(results, case, metric)
 
     track.unit = unit  # type: ignore[attr-defined]

@@ -2,7 +2,8 @@
 
 ``python -m lab.hostwork`` measures the installed package, ``python -m lab.hostwork --upstream`` a
 release of SGLang, each time that it is asked (see `lab.remote`). Nothing runs between the steps, no
-request ends, none has penalties: what is timed is the part that every decode step pays.
+request ends, none has penalties: what is timed is the part that every decode step pays. `moves` times
+besides what a request costs that comes or goes.
 """
 
 from __future__ import annotations
@@ -90,6 +91,63 @@ def measure(batch: Any, steps: int = STEPS, warmup: int = WARMUP) -> float:
     if batch.reqs != reqs or int(batch.seq_lens_cpu[0]) != seq_len + warmup + steps:
         raise RuntimeError("the batch did not decode")
     return statistics.median(seconds[warmup:])
+
+
+def moves(batch_size: int, times: int = STEPS) -> dict[str, float]:
+    """Medians of what becomes of a batch between two decode steps.
+
+    Parameters
+    ----------
+    batch_size : int
+        Requests of the batch.
+    times : int
+        How often each is done.
+
+    Returns
+    -------
+    dict
+        ``prepare_us``: ``prepare_for_decode`` behind a ``filter_batch`` that finds nothing to do.
+        ``merge_us``: one more request comes. ``filter_us``: it goes.
+
+    Raises
+    ------
+    RuntimeError
+        If the batch is not what it should be.
+    """
+    import torch
+
+    with torch.inference_mode():
+        batch = own_batch(batch_size)
+        prepare = measure(batch, steps=times, warmup=min(WARMUP, times))
+        merge, leave = measure_moves(batch, [own_batch(1) for _ in range(times)])
+    return {"prepare_us": 1e6 * prepare, "merge_us": 1e6 * merge, "filter_us": 1e6 * leave}
+
+
+def measure_moves(batch: Any, others: Sequence[Any]) -> tuple[float, float]:
+    """Median seconds in which each of `others` is merged into `batch`, and filtered out of it.
+
+    Raises
+    ------
+    RuntimeError
+        If the batch is not what it should be.
+    """
+    reqs, rows = list(batch.reqs), batch.req_pool_indices.tolist()
+    keep = list(range(len(reqs)))
+    merging, leaving = [], []
+    for other in others:
+        joined = reqs + list(other.reqs)
+        started = time.perf_counter()
+        batch.merge_batch(other)
+        merged = time.perf_counter()
+        if batch.reqs != joined:
+            raise RuntimeError("the batch did not merge")
+        before = time.perf_counter()
+        batch.filter_batch(keep_indices=keep)
+        leaving.append(time.perf_counter() - before)
+        merging.append(merged - started)
+    if batch.reqs != reqs or batch.req_pool_indices.tolist() != rows:
+        raise RuntimeError("the batch did not filter")
+    return statistics.median(merging), statistics.median(leaving)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

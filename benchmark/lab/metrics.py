@@ -1,7 +1,8 @@
 """From the steps and results of one round of a workload to numbers.
 
 A *round* is one call of a workload. Its metrics are plain floats under the names below. Several rounds
-of a case, each between two runs of an anchor (see `lab.anchor`), are summed up by `summarise`.
+of a case, each between two runs of an anchor (see `lab.anchor`), get ratios to it from `with_ratios`.
+`summarise` sums them up.
 
 =====================  ==========================================================================
 ``us_per_token``       wall time of the decode steps, in microseconds, by the tokens they produced
@@ -15,6 +16,11 @@ of a case, each between two runs of an anchor (see `lab.anchor`), are summed up 
 ``host_us_per_step``   host time to prepare a decode step and to handle its results, median
 ``forward_ms``         duration of a decode step's forward, median
 ``draft_ms`` ...       duration of each phase inside it, median, where the engine tells them
+``prepare_us``         `filter_batch` and ``prepare_for_decode`` alone (see `lab.hostwork.moves`)
+``merge_us``           ``merge_batch`` with a batch of one request
+``filter_us``          ``filter_batch`` that lets it go
+``blocking_per_step``  transfers that block and are not meant to (see `lab.audit_transfers`)
+``peak_step_bytes``    what a decode step takes beyond what is there when it starts (see `lab.memory`)
 ``us_per_step``        what penalties cost a step (see `lab.penalty_history`)
 ``us_per_join``        what a request that goes and another one that comes cost them
 =====================  ==========================================================================
@@ -42,6 +48,9 @@ TIME_UNITS = {
     "forward_ms": 1e-3,
     "us_per_step": 1e-6,
     "us_per_join": 1e-6,
+    "prepare_us": 1e-6,
+    "merge_us": 1e-6,
+    "filter_us": 1e-6,
 }
 
 
@@ -282,31 +291,41 @@ def check_scores(results: Sequence[Mapping[str, Any]], prompts: Sequence[Sequenc
             raise WorkNotDone(f"scoring request {i} has logprobs that are none")
 
 
-def summarise(rounds: Sequence[Mapping[str, float]], anchors: Sequence[float]) -> dict[str, float]:
-    """Median of each metric over the rounds, and of the times' ratios to the anchor.
+def with_ratios(
+    rounds: Sequence[Mapping[str, float]], anchors: Sequence[float]
+) -> list[dict[str, float]]:
+    """The rounds of one process, each with the ratios of its times to the anchor.
 
     Parameters
     ----------
     rounds : sequence of dict
-        Metrics of each round; those that not every round has are left out.
+        Metrics of each round.
     anchors : sequence of float
         Seconds that the anchor took before, between and after the rounds: one more than rounds. A
         round's anchor is the mean of its two neighbours.
 
     Returns
     -------
-    dict
-        Ratios have no unit: the metric's time by the anchor's.
+    list of dict
+        Ratios have no unit: the metric's time by the anchor's. ``anchor_ms`` is the latter.
     """
     if not rounds or len(anchors) != len(rounds) + 1:
         raise ValueError(f"{len(anchors)} anchors do not enclose {len(rounds)} rounds")
+    found = []
+    for metrics, before, after in zip(rounds, anchors, anchors[1:], strict=False):
+        anchor = (before + after) / 2
+        ratios = {
+            f"{name}_ratio": value * TIME_UNITS[name] / anchor
+            for name, value in metrics.items()
+            if name in TIME_UNITS
+        }
+        found.append({**metrics, **ratios, "anchor_ms": 1e3 * anchor})
+    return found
+
+
+def summarise(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Median of each metric over the rounds; those that not every round has are left out."""
+    if not rounds:
+        raise ValueError("there are no rounds to sum up")
     names = [name for name in rounds[0] if all(name in metrics for metrics in rounds)]
-    summary = {name: statistics.median(metrics[name] for metrics in rounds) for name in names}
-    for name in names:
-        if name in TIME_UNITS:
-            summary[f"{name}_ratio"] = statistics.median(
-                metrics[name] * TIME_UNITS[name] / ((before + after) / 2)
-                for metrics, before, after in zip(rounds, anchors, anchors[1:])
-            )
-    summary["anchor_ms"] = 1e3 * statistics.median(anchors)
-    return summary
+    return {name: statistics.median(metrics[name] for metrics in rounds) for name in names}

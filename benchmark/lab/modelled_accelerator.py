@@ -132,7 +132,7 @@ class ModelledAccelerator:
 
         scheduler.get_next_batch_to_run = get_next_batch_to_run
         stream.submit = submit_modelled
-        scheduler.worker = _MadeUpWorker(scheduler)
+        scheduler.worker = MadeUpWorker(scheduler)
 
     def _occupy(self, submitted: float) -> None:
         """Make a forward last as long as it should.
@@ -186,8 +186,14 @@ class _Stalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _MadeUpWorker:
-    """Gives a forward's result at once: the same token again and again."""
+class MadeUpWorker:
+    """Gives a forward's result at once: the same token again and again.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+        Whose worker it is to be.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -375,13 +381,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Sweep and print; return the exit status."""
+    from lab.cases import QUESTIONS
     from lab.run import run_cases, say
-    from lab.workloads import OVERLAP
 
     args = parse_args(argv)
     cases = [
         case
-        for case in OVERLAP
+        for case in QUESTIONS["overlap"]
         if case.setup.speculative in (args.speculative or [case.setup.speculative])
         and case.batch_size in (args.batch_size or [case.batch_size])
         and case.forward_ms in (args.forward_ms or [case.forward_ms])

@@ -30,7 +30,7 @@ from lab.penalty_costs import (
 )
 
 if TYPE_CHECKING:
-    from lab.workloads import Case, Setup
+    from lab.cases import Case, Setup
 
 SEEN: Final = 256
 STEPS: Final = 24
@@ -165,7 +165,7 @@ class PenaltySession:
         WorkNotDone
             If the logits are not what they should be.
         """
-        cell = Cell(self._kind, case.batch_size, case.vocab_size, SEEN)
+        cell = Cell(self._kind, case.batch_size, case.setup.vocab_size, SEEN)
         with torch.inference_mode():
             logits = Logits([cell], _CPU)
             subject = make_subject(Workload(cell, _CPU))

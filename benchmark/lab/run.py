@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.cases import CASES
 from lab.formats import significant
+from lab.metrics import summarise
 from lab.remote import environment
-from lab.workloads import CASES
 
 # Seconds without any event after which a worker is killed. It notices a stall itself, far earlier.
 SILENCE_S = 300.0
@@ -52,15 +53,19 @@ def run_cases(
     package: str | None = None,
     threads: int | None = None,
     rounds: int | None = None,
+    processes: int | None = None,
     stall_s: float | None = None,
     on_event: OnEvent = lambda event: None,
 ) -> dict[str, Event]:
     """Measure cases.
 
+    Each is measured in several processes, and between two processes of a case all others have their
+    turn, so that they see the machine at times that are apart.
+
     Parameters
     ----------
     names : iterable of str
-        Keys of `lab.workloads.CASES`.
+        Keys of `lab.cases.CASES`.
     python : str
         Interpreter whose environment holds the package to measure.
     package : str, optional
@@ -68,7 +73,9 @@ def run_cases(
     threads : int, optional
         Threads that torch gets, instead of what each setup says.
     rounds : int, optional
-        Rounds a case, instead of what the case says.
+        Rounds a case in each process, instead of what the case says.
+    processes : int, optional
+        Processes a case, instead of what the case says.
     stall_s : float, optional
         Seconds without a token after which a mixed workload counts as stalled.
     on_event : callable
@@ -77,9 +84,51 @@ def run_cases(
     Returns
     -------
     dict of str to dict
-        By case: ``outcome`` ("done", "stalls", "unsupported", "failed"), ``metrics`` if done, else
+        By case: ``outcome`` ("done", "stalls", "unsupported", "failed"). If done, ``rounds``, those of
+        the first process first, ``processes``, their number, and ``metrics``, the medians; else
         ``detail``.
     """
+    names = list(names)
+    found: dict[str, list[Event]] = {name: [] for group in by_setup(names) for name in group}
+    wanted = {name: processes or CASES[name].processes for name in found}
+    turn = 0
+    while names := [name for name in names if turn < wanted[name]]:
+
+        def tell(event: Event, turn: int = turn) -> None:
+            # A case has ended when its last process has, or one that could not do it.
+            last = turn + 1 == wanted[event["case"]] or event.get("outcome") != "done"
+            if event["event"] == "progress" or last:
+                on_event(event)
+
+        results = _run_once(names, python, package, threads, rounds, stall_s, tell)
+        for name, result in results.items():
+            found[name].append(result)
+        names = [name for name in names if results[name]["outcome"] == "done"]
+        turn += 1
+    return {name: _united(results) for name, results in found.items()}
+
+
+def _united(results: Sequence[Event]) -> Event:
+    """One result of those that the processes of a case have given, in order."""
+    *_, last = results
+    if last["outcome"] != "done":
+        return last
+    rounds = [round_ for result in results for round_ in result["rounds"]]
+    anchors = [seconds for result in results for seconds in result["anchors"]]
+    about = {"rounds": rounds, "anchors": anchors, "processes": len(results)}
+    return last | about | {"metrics": summarise(rounds)}
+
+
+def _run_once(
+    names: Iterable[str],
+    python: str,
+    package: str | None,
+    threads: int | None,
+    rounds: int | None,
+    stall_s: float | None,
+    on_event: OnEvent,
+) -> dict[str, Event]:
+    """Results of one process a case."""
     options = [] if rounds is None else ["--rounds", str(rounds)]
     options += [] if stall_s is None else ["--stall", str(stall_s)]
     results: dict[str, Event] = {}
@@ -201,7 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cases", nargs="*", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}"
     )
     parser.add_argument("--threads", type=int, help="instead of what each setup says")
-    parser.add_argument("--rounds", type=int, help="rounds a case")
+    parser.add_argument("--rounds", type=int, help="rounds a case, in each process")
+    parser.add_argument("--processes", type=int, help="processes a case")
     parser.add_argument(
         "--package", type=package_folder, help="directory that holds another sglang to measure"
     )
@@ -213,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             package=args.package,
             threads=args.threads,
             rounds=args.rounds,
+            processes=args.processes,
             on_event=say,
         )
     except ValueError as error:

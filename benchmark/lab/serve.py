@@ -26,7 +26,8 @@ def serve_session(setup_json: str) -> Handler:
     its own, with all ``penalties`` or without, and answers with ``metrics``, ``tokens`` and
     ``seconds`` of the whole call.
     """
-    from lab.workloads import Case, Session, Setup, sampling_params
+    from lab.cases import Case, Setup
+    from lab.workloads import Session, sampling_params
 
     setup = Setup(**json.loads(setup_json))
     session = Session(setup, Path.cwd())
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve until the input ends."""
     parser = argparse.ArgumentParser(prog="lab.serve", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("kind", choices=("session", "hf"))
-    parser.add_argument("--setup", help="fields of lab.workloads.Setup, as JSON")
+    parser.add_argument("--setup", help="fields of lab.cases.Setup, as JSON")
     parser.add_argument("--model", help="directory of the model")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args(argv)

@@ -34,8 +34,8 @@ from unittest import mock
 import torch
 
 from lab import fake_device, upstream
+from lab.cases import DRAFT_SHAPES
 from lab.transfer_ledger import TransferLedger
-from lab.workloads import DRAFT_SHAPES
 
 # Each request has its own values, so that rows that get mixed up show.
 PENALTIES: tuple[dict[str, Any], ...] = tuple(

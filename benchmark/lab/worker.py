@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from lab.metrics import summarise
+from lab.cases import CASES, Case
+from lab.metrics import with_ratios
 from lab.models import Unsupported
 from lab.remote import Remote, end_with_parent
-from lab.workloads import CASES, Case, Session, make_session
+from lab.workloads import Session, make_session
 
 # Seconds without a new token after which a mixed workload counts as stalled. A step of the slowest case
 # takes a second on a busy machine.
@@ -110,8 +111,8 @@ def measure(
     Returns
     -------
     dict
-        ``metrics`` (see `lab.metrics.summarise`), ``rounds``, the metrics of each round, and
-        ``anchors``, the seconds of each anchor.
+        ``rounds``, the metrics of each round (see `lab.metrics.with_ratios`), and ``anchors``, the
+        seconds of each anchor.
 
     Raises
     ------
@@ -129,7 +130,7 @@ def measure(
         gc.collect()
         found.append(watched.call(session.run_round, case))
         anchors.append(anchor.ask()["seconds"])
-    return {"metrics": summarise(found, anchors), "rounds": found, "anchors": anchors}
+    return {"rounds": with_ratios(found, anchors), "anchors": anchors}
 
 
 def measure_all(
@@ -164,7 +165,8 @@ def measure_all(
                 detail = f"{type(error).__name__}: {error}"
                 if outcome == "failed":
                     detail = traceback.format_exc(limit=-3).strip()
-                events.result(name, outcome, detail=detail, **about)
+                left = session.unfinished(case) if outcome == "stalls" else 0
+                events.result(name, outcome, detail=detail, unfinished=left, **about)
                 # Its engine cannot be trusted any more, nor closed.
                 raise
             events.result(name, "done", **found, **about)

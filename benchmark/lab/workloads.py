@@ -1,4 +1,4 @@
-"""What is run: a case is an engine's settings and a workload for it.
+"""How a case is run.
 
 One round of a case is one call of `Session.run_round`; it checks that the work was really done and
 returns the metrics of `lab.metrics`. A session belongs into a process of its own (`lab.worker`): where
@@ -7,7 +7,6 @@ a commit cannot do the work of a case, its engine stalls for good, and nothing i
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import queue
@@ -19,194 +18,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab import metrics, models
+from lab.cases import DRAFT_SHAPES, Case, Setup
 from lab.metrics import Round, Step
 from lab.models import Unsupported
 
 if TYPE_CHECKING:
     from lab.modelled_accelerator import ModelledAccelerator
 
-# Tokens a request in a warm-up; more where several come in one step and steps are counted.
-WARM_UP_LEN = 8
-MODELLED_WARM_UP_LEN = 24
-
-DRAFT_SHAPES = {
-    "chain": {"speculative_num_steps": 3, "speculative_eagle_topk": 1},
-    "tree": {
-        "speculative_num_steps": 3,
-        "speculative_eagle_topk": 2,
-        "speculative_num_draft_tokens": 6,
-    },
-}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """An engine's settings; cases with the same ones share an engine.
-
-    Attributes
-    ----------
-    model : {"real", "tiny", "none"}
-        With ``none`` there is no engine, but penalties alone (see `lab.penalty_history`).
-    overlap : bool
-    speculative : {"none", "chain", "tree"}
-    chunked_prefill_size : int, optional
-    max_running_requests : int
-    modelled : bool
-        Whether forwards run on a modelled accelerator (see `lab.modelled_accelerator`).
-    """
-
-    model: str = "tiny"
-    overlap: bool = True
-    speculative: str = "none"
-    chunked_prefill_size: int | None = None
-    max_running_requests: int = 64
-    modelled: bool = False
-
-    @property
-    def threads(self) -> int:
-        """Threads for torch. A tiny model's operations are not worth splitting."""
-        return 2 if self.model == "real" else 1
-
-
-@dataclass(frozen=True)
-class Case:
-    """A workload on an engine.
-
-    Attributes
-    ----------
-    name : str
-    setup : Setup
-    kind : {"decode", "mixed", "modelled", "penalties"}
-        ``decode`` runs generation requests alone. ``mixed`` runs them under a stream of scoring
-        requests, the first of which is there before them. ``modelled`` is ``decode`` on a modelled
-        accelerator.
-    batch_size : int
-        Generation requests.
-    output_len : int
-        Tokens for each of them.
-    penalties : bool
-        Whether each has all four penalties and a logit bias.
-    rounds : int
-        How often a measurement repeats it.
-    forward_ms : float
-        How long a forward takes on the modelled accelerator.
-    vocab_size : int
-        Columns of the logits where there is no model.
-    """
-
-    name: str
-    setup: Setup
-    kind: str = "decode"
-    batch_size: int = 8
-    output_len: int = 32
-    penalties: bool = False
-    rounds: int = 5
-    forward_ms: float = 0.0
-    vocab_size: int = 0
-
-    def shortened(self) -> Case:
-        """The same for a warm-up: fewer tokens, everything else."""
-        length = MODELLED_WARM_UP_LEN if self.kind == "modelled" else WARM_UP_LEN
-        return dataclasses.replace(self, output_len=min(self.output_len, length))
-
-    @property
-    def anchor(self) -> str:
-        """Kind of the anchor that stands beside it."""
-        return {"real": "model", "tiny": "host", "none": "dense"}[self.setup.model]
-
-
-_REAL, _TINY = Setup("real", max_running_requests=32), Setup("tiny")
-_REAL_MIXED = Setup("real", chunked_prefill_size=64, max_running_requests=32)
-_TINY_MIXED = Setup("tiny", chunked_prefill_size=64)
-
-DECODE = (
-    Case("real-b1", _REAL, batch_size=1, output_len=24, rounds=4),
-    Case("real-b8", _REAL, batch_size=8, output_len=24, rounds=4),
-    Case("real-b32", _REAL, batch_size=32, output_len=16, rounds=3),
-    Case("real-b8-penalties", _REAL, batch_size=8, output_len=24, penalties=True, rounds=4),
-    Case("tiny-b8", _TINY, output_len=192, rounds=9),
-    Case("tiny-b64", _TINY, batch_size=64, output_len=96, rounds=9),
-    Case("tiny-b64-penalties", _TINY, batch_size=64, output_len=96, penalties=True, rounds=9),
-)
-MIXED = (
-    Case("real-b4", _REAL_MIXED, "mixed", batch_size=4, output_len=16, rounds=3),
-    Case("tiny-b8", _TINY_MIXED, "mixed", output_len=128, rounds=9),
-)
-SPECULATIVE = tuple(
-    Case(
-        f"{model}-{shape}-b{batch_size}{'-penalties' if penalties else ''}",
-        Setup(model, speculative=shape, max_running_requests=32),
-        batch_size=batch_size,
-        output_len=24 if model == "real" else 96,
-        penalties=penalties,
-        rounds=3 if model == "real" else 7,
-    )
-    for model, shape, batch_size, penalties in (
-        ("real", "chain", 1, False),
-        ("real", "chain", 8, True),
-        ("real", "tree", 1, False),
-        ("tiny", "chain", 8, False),
-        ("tiny", "chain", 8, True),
-        ("tiny", "tree", 8, True),
-    )
-)
-# Vocabulary of modelled cases. Dense penalties are work of the device, which no model does for the host:
-# with a small one they take little of its time.
-MODELLED_VOCAB = 512
-OVERLAP = tuple(
-    Case(
-        f"{shape}-b{batch_size}-t{forward_ms}ms",
-        Setup("tiny", speculative=shape, modelled=True),
-        kind="modelled",
-        batch_size=batch_size,
-        output_len=64,
-        penalties=True,
-        rounds=2,
-        forward_ms=forward_ms,
-    )
-    for shape in ("none", "chain")
-    for batch_size in (1, 8, 64)
-    for forward_ms in (1, 2, 5, 10)
-)
-PENALTIES = tuple(
-    Case(
-        f"{'plain' if shape == 'none' else shape}-b{batch_size}",
-        Setup("none", speculative=shape),
-        kind="penalties",
-        batch_size=batch_size,
-        penalties=True,
-        rounds=5,
-        vocab_size=32_000,
-    )
-    for shape in ("none", "chain")
-    for batch_size in (8, 64)
-)
-QUESTIONS: dict[str, tuple[Case, ...]] = {
-    "decode": DECODE,
-    "mixed": MIXED,
-    "speculative": SPECULATIVE,
-    "overlap": OVERLAP,
-    "penalties": PENALTIES,
-}
-# By "question/name".
-CASES: dict[str, Case] = {
-    f"{question}/{case.name}": case for question, cases in QUESTIONS.items() for case in cases
-}
-
 
 def make_session(setup: Setup, scratch: Path) -> Any:
-    """What runs rounds of the cases of a setup: a `Session`, or one without an engine.
+    """What runs rounds of the cases of a setup: a `Session`, or another one with its methods.
 
     Raises
     ------
     Unsupported
         If the installed commit lacks what that needs.
     """
-    if setup.model != "none":
-        return Session(setup, scratch)
-    from lab.penalty_history import PenaltySession
+    if setup.model == "none":
+        from lab.penalty_history import PenaltySession
 
-    return PenaltySession(setup, scratch)
+        return PenaltySession(setup, scratch)
+    if setup.watch == "transfers":
+        from lab.audit_transfers import TransferSession
+
+        return TransferSession(setup, scratch)
+    if setup.watch == "memory":
+        from lab.memory import MemorySession
+
+        return MemorySession(setup, scratch)
+    return Session(setup, scratch)
 
 
 def sampling_params(case: Case) -> dict[str, Any]:
@@ -318,7 +158,7 @@ class Paths:
         speculate = setup.speculative != "none"
         if setup.model == "real":
             return cls(models.real_model(), models.real_draft() if speculate else None)
-        size = {"vocab_size": MODELLED_VOCAB} if setup.modelled else {}
+        size = {"vocab_size": setup.vocab_size}
         draft = scratch / "tiny-draft"
         return cls(
             models.write_tiny_model(scratch / "tiny", **size),
@@ -373,11 +213,12 @@ class Session:
             raise Unsupported("this commit's Engine takes no observer or no model runner")
         self.setup = setup
         self.paths = Paths.of(setup, scratch)
-        self.probe = Probe()
+        self.probe = self.make_probe()
         self.gate = Gate()
+        self._mixed_round: _MixedRound | None = None
         self.progress: Callable[[], None] = lambda: None
         self.accelerator: ModelledAccelerator | None = None
-        if setup.modelled:
+        if setup.forwards == "modelled":
             from lab.modelled_accelerator import ModelledAccelerator, blocking_sites
 
             sites = blocking_sites(setup.speculative, "all")
@@ -391,6 +232,14 @@ class Session:
         )
         if self.accelerator is not None:
             self.accelerator.attach(self.engine)
+        if setup.forwards == "none":
+            from lab.modelled_accelerator import MadeUpWorker
+
+            self.engine.scheduler.worker = MadeUpWorker(self.engine.scheduler)
+
+    def make_probe(self) -> Probe:
+        """What observes the engine."""
+        return Probe()
 
     def close(self) -> None:
         """Shut the engine down."""
@@ -406,8 +255,7 @@ class Session:
         """Prompts of the case's generation requests."""
         if self.setup.model == "real":
             return models.chat_prompts(self.paths.model, case.batch_size)
-        size = MODELLED_VOCAB if self.setup.modelled else models.TINY["vocab_size"]
-        return models.random_prompts(size, 32, case.batch_size)
+        return models.random_prompts(self.setup.vocab_size, 32, case.batch_size)
 
     def run_round(self, case: Case) -> dict[str, float]:
         """Run the case once.
@@ -424,9 +272,14 @@ class Session:
         RuntimeError
             If the engine died of it.
         """
-        kinds = {"decode": self._decode, "modelled": self._modelled}
-        found = kinds[case.kind](case) if case.kind in kinds else _MixedRound(self, case).run()
-        self._check_pools()
+        kinds = {
+            "decode": self._decode,
+            "modelled": self._modelled,
+            "scheduler": self._scheduler,
+            "mixed": self._mixed,
+        }
+        found = kinds[case.kind](case)
+        self.check_pools()
         return found
 
     def take_steps(self) -> list[Step]:
@@ -455,6 +308,17 @@ class Session:
         metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
         return metrics.decode_metrics(round_)
 
+    def _mixed(self, case: Case) -> dict[str, float]:
+        self._mixed_round = _MixedRound(self, case)
+        return self._mixed_round.run()
+
+    def unfinished(self, case: Case) -> int:
+        """Generation requests of the mixed round under way that have not got all their tokens."""
+        final = self._mixed_round.final if self._mixed_round else {}
+        return case.batch_size - sum(
+            len(item["output_ids"]) == case.output_len for item in final.copy().values()
+        )
+
     def _modelled(self, case: Case) -> dict[str, float]:
         from lab.modelled_accelerator import occupancy_metrics, quick_switches
 
@@ -469,7 +333,13 @@ class Session:
             round_.steps, accelerator.forward_s, accelerator.stalls, accelerator.wake_ups
         )
 
-    def _check_pools(self) -> None:
+    def _scheduler(self, case: Case) -> dict[str, float]:
+        from lab import hostwork
+
+        host = {"host_us_per_step": self._decode(case)["host_us_per_step"]}
+        return host | hostwork.moves(case.batch_size, case.output_len)
+
+    def check_pools(self) -> None:
         """At rest, all KV slots and rows are free."""
         scheduler = self.engine.scheduler
         slots = scheduler.token_to_kv_pool_allocator.available_size()
@@ -542,7 +412,7 @@ class _MixedRound:
     def _next_score_prompt(self) -> list[int]:
         length = 2 * (self.session.setup.chunked_prefill_size or 64)
         (prompt,) = models.random_prompts(
-            models.TINY["vocab_size"], length, 1, seed=len(self.score_prompts)
+            self.session.setup.vocab_size, length, 1, seed=len(self.score_prompts)
         )
         self.score_prompts.append(prompt)
         return prompt

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from lab import history
-from lab.workloads import QUESTIONS
+from lab.cases import QUESTIONS
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 SUITE = REPO_ROOT / "benchmark" / "asv"
@@ -47,15 +47,21 @@ def test_one_file_per_question() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_of_the_suite(path: Path) -> None:
-    (benchmark,) = classes(load(path))
-    assert benchmark.params == history.cases(path.stem)
-    assert isinstance(benchmark.version, str)
-    # asv tells caches apart by where setup_cache stands: each class has one of its own.
-    assert "setup_cache" in vars(benchmark)
-    assert benchmark.setup_cache.timeout >= 600
+    benchmark, *more = classes(load(path))
+    assert benchmark.__name__ == path.stem.capitalize()
+    assert [cls.__name__ for cls in more] in ([], [f"{benchmark.__name__}More"])
+    # Together they have each case once, and a quick set there is.
+    assert benchmark.params == history.cases(path.stem) != []
+    assert [cls.params for cls in more] == [history.cases(path.stem, quick=False)] * len(more)
+    assert sum(len(cls.params) for cls in (benchmark, *more)) == len(QUESTIONS[path.stem])
+    for cls in (benchmark, *more):
+        assert isinstance(cls.version, str)
+        # asv tells caches apart by where setup_cache stands: each class has one of its own.
+        assert "setup_cache" in vars(cls)
+        assert cls.setup_cache.timeout >= 600
     tracks = [name for name in dir(benchmark) if name.startswith("track_")]
-    times = [name for name in tracks if re.search(r"_(ms|us_per_(?!\w*ratio)\w+)$", name)]
-    if path.stem not in ("overlap", "penalties"):
+    times = [name for name in tracks if re.search(r"_(ms|us|us_per_(?!\w*ratio)\w+)$", name)]
+    if path.stem in ("decode", "mixed"):
         assert "track_us_per_token" in times
     # Modelled times are no machine's, and have no anchor.
     for name in (n for n in times if not n.startswith("track_model_")):

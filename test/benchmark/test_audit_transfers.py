@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,28 @@ def test_bad_numbers_are_refused(option: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main([option, "0"])
     assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
+
+
+# --- Along history ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plain-penalties-normal", "chain-penalties"])
+def test_a_round_along_history(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lab import audit_transfers
+    from lab.cases import CASES
+    from lab.metrics import WorkNotDone
+    from lab.workloads import make_session
+
+    case = CASES[f"transfers/{name}"]
+    session = make_session(case.setup, tmp_path)
+    found = session.run_round(case)
+    assert found["blocking_per_step"] == 0
+    # Four requests: their tokens for the penalties and their slots, 8 bytes each, or slots, lengths
+    # and what a verification may need.
+    wanted = (2, 64) if "plain" in name else (3, 192)
+    assert (found["transfers_per_step"], found["transfer_bytes_per_step"]) == wanted
+
+    few = audit_transfers.Audit([], 7, "privateuseone")
+    monkeypatch.setattr(audit_transfers, "audit", lambda *args, **kwargs: few)
+    with pytest.raises(WorkNotDone, match="7 decode steps were seen, not 8"):
+        session.run_round(case)

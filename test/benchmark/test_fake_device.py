@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 import sglang as sgl
 from lab import fake_device
+from lab.cases import DRAFT_SHAPES
 from lab.fake_device import FakeDeviceMode, is_fake, values_of
 from lab.fake_engine import fake_cuda
-from lab.workloads import DRAFT_SHAPES
 
 
 @pytest.fixture(scope="module")

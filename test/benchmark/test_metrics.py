@@ -211,17 +211,17 @@ def test_summary_is_the_median_and_the_median_of_ratios() -> None:
         {"us_per_token": 200.0, "accepted_length": 1.6, "draft_ms": 1.0},
     ]
     # The machine was three times as slow in the second round, and so was the anchor.
-    found = metrics.summarise(rounds, [0.01, 0.01, 0.05, 0.015])
+    found = metrics.summarise(metrics.with_ratios(rounds, [0.01, 0.01, 0.05, 0.015]))
     assert found["us_per_token"] == 200.0
     assert found["accepted_length"] == 1.6
     assert found["us_per_token_ratio"] == pytest.approx(100e-6 / 0.01)
-    assert found["anchor_ms"] == pytest.approx(12.5)
+    assert found["anchor_ms"] == pytest.approx(30)
     assert "accepted_length_ratio" not in found
     assert "draft_ms" not in found
 
 
 def test_every_time_has_a_ratio(plain: Round) -> None:
-    found = metrics.summarise([metrics.decode_metrics(plain)], [0.1, 0.1])
+    (found,) = metrics.with_ratios([metrics.decode_metrics(plain)], [0.1, 0.1])
     for name, unit in metrics.TIME_UNITS.items():
         if name in found:
             assert found[f"{name}_ratio"] == pytest.approx(found[name] * unit / 0.1)
@@ -230,6 +230,8 @@ def test_every_time_has_a_ratio(plain: Round) -> None:
 
 def test_anchors_have_to_enclose_the_rounds() -> None:
     with pytest.raises(ValueError, match="1 anchors do not enclose 1 rounds"):
-        metrics.summarise([{"us_per_token": 1.0}], [0.1])
+        metrics.with_ratios([{"us_per_token": 1.0}], [0.1])
     with pytest.raises(ValueError, match="enclose 0 rounds"):
-        metrics.summarise([], [0.1])
+        metrics.with_ratios([], [0.1])
+    with pytest.raises(ValueError, match="no rounds"):
+        metrics.summarise([])

@@ -14,6 +14,7 @@ import torch
 from step_records import record
 
 from lab import modelled_accelerator
+from lab.cases import CASES, QUESTIONS
 from lab.metrics import Step, WorkNotDone
 from lab.modelled_accelerator import (
     ModelledAccelerator,
@@ -22,7 +23,7 @@ from lab.modelled_accelerator import (
     predicted_occupancy,
     quick_switches,
 )
-from lab.workloads import CASES, OVERLAP, Session
+from lab.workloads import Session
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.server_args import ServerArgs
 
@@ -85,11 +86,13 @@ def test_few_steps_say_nothing() -> None:
 
 
 def test_the_sweep_is_whole() -> None:
-    swept = {(c.setup.speculative, c.batch_size, c.forward_ms) for c in OVERLAP}
+    swept = {(c.setup.speculative, c.batch_size, c.forward_ms) for c in QUESTIONS["overlap"]}
     assert swept == {
         (s, b, t) for s in ("none", "chain") for b in (1, 8, 64) for t in (1, 2, 5, 10)
     }
-    assert all(case.penalties and case.setup.modelled for case in OVERLAP)
+    assert all(
+        case.penalties and case.setup.forwards == "modelled" for case in QUESTIONS["overlap"]
+    )
 
 
 # --- Waiting ------------------------------------------------------------------------------------

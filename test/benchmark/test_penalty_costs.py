@@ -18,9 +18,9 @@ from rich.console import Console
 
 from lab import penalty_costs as costs
 from lab import penalty_history, penalty_model, upstream_penalties
+from lab.cases import QUESTIONS
 from lab.metrics import WorkNotDone
 from lab.penalty_costs import Cell, CellResult, Logits, Options, Target
-from lab.workloads import PENALTIES
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -444,13 +444,14 @@ def test_the_command(
 # --- Along history ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", PENALTIES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", QUESTIONS["penalties"], ids=lambda case: case.name)
 def test_a_round_along_history(case: Any, tmp_path: Path) -> None:
     from dataclasses import replace
 
     from lab.workloads import make_session
 
-    session = make_session(case.setup, tmp_path)
-    found = session.run_round(replace(case, batch_size=2, vocab_size=900))
+    setup = replace(case.setup, vocab_size=900)
+    session = make_session(setup, tmp_path)
+    found = session.run_round(replace(case, batch_size=2, setup=setup))
     assert found.keys() == {"us_per_step", "us_per_join"} and min(found.values()) > 0
     session.close()

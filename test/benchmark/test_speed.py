@@ -169,6 +169,24 @@ def test_host_work_that_does_not_happen_is_an_error() -> None:
         hostwork.measure(batch, steps=2, warmup=1)
 
 
+def test_a_request_that_comes_and_goes() -> None:
+    batch = hostwork.own_batch(3)
+    others = [hostwork.own_batch(1) for _ in range(4)]
+    merging, leaving = hostwork.measure_moves(batch, others)
+    assert 0 < merging < 1 and 0 < leaving < 1
+    assert len(batch.reqs) == 3 and batch.seq_lens.tolist() == [hostwork.PROMPT_LEN] * 3
+    found = hostwork.moves(2, times=3)
+    assert found.keys() == {"prepare_us", "merge_us", "filter_us"} and min(found.values()) > 0
+
+
+@pytest.mark.parametrize("broken", ["merge", "filter"])
+def test_moves_that_do_not_happen_are_an_error(broken: str) -> None:
+    batch = hostwork.own_batch(2)
+    setattr(batch, f"{broken}_batch", lambda *args, **kwargs: None)
+    with pytest.raises(RuntimeError, match=f"did not {broken}"):
+        hostwork.measure_moves(batch, [hostwork.own_batch(1)])
+
+
 def test_the_host_section_without_upstream(
     speed: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

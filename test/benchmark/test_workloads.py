@@ -13,9 +13,10 @@ import pytest
 
 from lab import history, models, run, worker
 from lab.anchor import Anchor
+from lab.cases import CASES, QUESTIONS, Case, Setup
 from lab.metrics import WorkNotDone
 from lab.remote import Remote, RemoteError
-from lab.workloads import CASES, QUESTIONS, Case, Gate, Probe, Session, Setup
+from lab.workloads import Gate, Probe, Session
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,6 +75,14 @@ def test_a_round_of_decoding(shape: str, overlap: bool, tmp_path: Path) -> None:
             assert 0 < found["forward_occupancy"] <= 1
             assert found["tokens_per_s"] > 0
             assert (shape == "none") == (found["accepted_length"] == 1 and "draft_ms" not in found)
+
+
+def test_a_round_of_the_host_alone(tmp_path: Path) -> None:
+    setup = Setup("tiny", forwards="none", max_running_requests=4)
+    with Session(setup, tmp_path) as session:
+        found = session.run_round(Case("test", setup, "scheduler", batch_size=3, output_len=12))
+    assert found.keys() == {"host_us_per_step", "prepare_us", "merge_us", "filter_us"}
+    assert 0 < found["prepare_us"] < found["host_us_per_step"] < 1e5
 
 
 def test_a_round_holds_only_its_own_steps(tmp_path: Path) -> None:
@@ -189,19 +198,21 @@ def test_a_process_that_cannot_answer_says_why(children: None) -> None:
 
 def test_a_worker_measures(children: None) -> None:
     events: list[run.Event] = []
-    found = run.run_cases(["decode/tiny-b8"], rounds=1, on_event=events.append)
+    found = run.run_cases(["decode/tiny-b8"], rounds=2, processes=1, on_event=events.append)
     result = found["decode/tiny-b8"]
     assert result["outcome"] == "done", result
     assert Path(result["engine"]).name == "sglang"
     assert {"us_per_token", "us_per_token_ratio", "anchor_ms"} <= result["metrics"].keys()
-    assert len(result["rounds"]) == 1 and len(result["anchors"]) == 2
+    assert len(result["rounds"]) == 2 and len(result["anchors"]) == 3
     assert [e["what"] for e in events if e["event"] == "progress"][-1] == "measuring"
     assert json.loads(json.dumps(found)) == found
 
 
 @pytest.mark.timeout(300)
 def test_mixed_work_is_done_where_the_flag_is_merged(children: None, tmp_path: Path) -> None:
-    found = run.run_cases(["mixed/tiny-b8"], rounds=1, package=patched(tmp_path, WHOLE))
+    found = run.run_cases(
+        ["mixed/tiny-b8"], rounds=1, processes=1, package=patched(tmp_path, WHOLE)
+    )
     result = found["mixed/tiny-b8"]
     assert result["outcome"] == "done", result
     wanted = {"us_per_token", "itl_p50_ms", "itl_p99_ms", "ttft_p50_ms", "score_p50_ms"}
@@ -209,16 +220,19 @@ def test_mixed_work_is_done_where_the_flag_is_merged(children: None, tmp_path: P
 
 
 def test_mixed_work_kills_an_engine_that_loses_the_flag(children: None, tmp_path: Path) -> None:
-    found = run.run_cases(["mixed/tiny-b8"], rounds=1, package=patched(tmp_path, BROKEN))
+    found = run.run_cases(
+        ["mixed/tiny-b8"], rounds=1, processes=1, package=patched(tmp_path, BROKEN)
+    )
     result = found["mixed/tiny-b8"]
     assert result["outcome"] == "stalls", result
     assert "leak" in result["detail"]
+    assert result["unfinished"] == CASES["mixed/tiny-b8"].batch_size
 
 
 def test_mixed_work_stalls_where_no_check_ends_it(children: None, tmp_path: Path) -> None:
     unchecked = 'os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "0"'
     package = patched(tmp_path, BROKEN, unchecked)
-    found = run.run_cases(["mixed/tiny-b8"], rounds=1, stall_s=5, package=package)
+    found = run.run_cases(["mixed/tiny-b8"], rounds=1, processes=1, stall_s=5, package=package)
     result = found["mixed/tiny-b8"]
     assert result["outcome"] == "stalls", result
     assert "no token for 5 s" in result["detail"]
@@ -228,7 +242,9 @@ def test_a_worker_that_dies_is_a_failure_and_the_next_case_gets_another(
     children: None, tmp_path: Path
 ) -> None:
     package = patched(tmp_path, "import sys; sys.exit('nothing works today')")
-    found = run.run_cases(["decode/tiny-b8", "decode/tiny-b64"], rounds=1, package=package)
+    found = run.run_cases(
+        ["decode/tiny-b8", "decode/tiny-b32"], rounds=1, processes=1, package=package
+    )
     assert [r["outcome"] for r in found.values()] == ["failed", "failed"]
 
 
@@ -238,14 +254,14 @@ def test_a_case_that_fails_leaves_the_others_alone(children: None, tmp_path: Pat
         "import sglang.srt.model_executor.model_runner as module\n"
         "sample = module.ModelRunner.sample\n"
         "def failing(self, output, batch):\n"
-        "    if batch.batch_size == 64: raise RuntimeError('no sample')\n"
+        "    if batch.batch_size == 32: raise RuntimeError('no sample')\n"
         "    return sample(self, output, batch)\n"
         "module.ModelRunner.sample = failing\n",
     )
-    names = ["decode/tiny-b64", "decode/tiny-b8"]
-    found = run.run_cases(names, rounds=1, package=package)
-    assert found["decode/tiny-b64"]["outcome"] == "failed"
-    assert "no sample" in found["decode/tiny-b64"]["detail"]
+    names = ["decode/tiny-b32", "decode/tiny-b8"]
+    found = run.run_cases(names, rounds=1, processes=1, package=package)
+    assert found["decode/tiny-b32"]["outcome"] == "failed"
+    assert "no sample" in found["decode/tiny-b32"]["detail"]
     assert found["decode/tiny-b8"]["outcome"] == "done"
 
 
@@ -275,6 +291,45 @@ def test_unknown_cases_are_named() -> None:
         worker.measure_all(names, 1, worker.Events(io.StringIO()))
 
 
+def test_processes_of_a_case_are_apart_and_its_rounds_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def fake(names: list[str], *args: Any) -> dict[str, Any]:
+        asked.extend(names)
+        args[-1]({"event": "progress", "case": names[0]})
+        found = {}
+        for name in names:
+            outcome = "stalls" if name == "mixed/tiny-b8" else "done"
+            rounds = [{"us_per_token": 10.0 * len(asked) + i} for i in range(2)]
+            found[name] = {"case": name, "outcome": outcome, "rounds": rounds, "anchors": [1.0] * 3}
+            args[-1]({"event": "result", **found[name]})
+        return found
+
+    monkeypatch.setattr(run, "_run_worker", fake)
+    events: list[run.Event] = []
+    names = ["decode/tiny-b8", "mixed/tiny-b8", "scheduler/b8"]
+    found = run.run_cases(names, on_event=events.append)
+    # One that stalls does so again.
+    assert asked == names + 2 * ["decode/tiny-b8", "scheduler/b8"]
+    assert [r["us_per_token"] for r in found["decode/tiny-b8"]["rounds"]] == [
+        10,
+        11,
+        40,
+        41,
+        60,
+        61,
+    ]
+    assert found["decode/tiny-b8"]["metrics"]["us_per_token"] == 40.5
+    assert found["decode/tiny-b8"]["processes"] == 3 and len(found["scheduler/b8"]["anchors"]) == 9
+    assert found["mixed/tiny-b8"]["outcome"] == "stalls"
+    # Each case ends once.
+    ended = [event["case"] for event in events if event["event"] == "result"]
+    assert sorted(ended) == sorted(names) and ended[0] == "mixed/tiny-b8"
+    assert sum(event["event"] == "progress" for event in events) == 7
+
+
 def test_cases_of_one_setup_share_an_engine() -> None:
     groups = run.by_setup(CASES)
     assert sorted(name for group in groups for name in group) == sorted(CASES)
@@ -288,13 +343,15 @@ def test_cases_of_one_setup_share_an_engine() -> None:
 
 def test_what_asv_gets_of_each_outcome() -> None:
     results = {
-        "good": {"outcome": "done", "metrics": {"us_per_token": 123.456789}},
-        "stuck": {"outcome": "stalls", "detail": "no token"},
+        "good": {"outcome": "done", "rounds": [{"us": 123.456789, "n": 2}, {"us": 125, "n": 2}]},
+        "stuck": {"outcome": "stalls", "detail": "no token", "unfinished": 3},
         "bad": {"outcome": "failed", "detail": "it broke"},
     }
-    assert history.value(results, "good", "us_per_token") == 123.46
-    assert math.isnan(history.value(results, "stuck", "us_per_token"))
+    assert history.value(results, "good", "us") == {"samples": [123.46, 125.0], "number": 1}
+    assert history.value(results, "good", "n") == 2.0
+    assert math.isnan(history.value(results, "stuck", "us"))
     assert (history.stalled(results, "good"), history.stalled(results, "stuck")) == (0.0, 1.0)
+    assert (history.unfinished(results, "good"), history.unfinished(results, "stuck")) == (0, 3)
     for read in (
         lambda: history.value(results, "bad", "x"),
         lambda: history.stalled(results, "bad"),
@@ -311,16 +368,18 @@ def test_events_reach_whoever_shows_progress(
     path = tmp_path / "events"
     monkeypatch.setenv(history.EVENTS_VARIABLE, str(path))
     monkeypatch.setenv(history.ROUNDS_VARIABLE, "2")
+    monkeypatch.delenv(history.PROCESSES_VARIABLE, raising=False)
     seen: dict[str, Any] = {}
 
     def fake(names: list[str], **options: Any) -> dict[str, Any]:
-        seen.update(names=names, rounds=options["rounds"])
+        seen.update(names=names, rounds=options["rounds"], processes=options["processes"])
         options["on_event"]({"event": "result", "case": names[0], "outcome": "done", "rounds": [1]})
         return {name: {"outcome": "done"} for name in names}
 
     monkeypatch.setattr(history, "run_cases", fake)
     found = history.measure("mixed")
-    assert seen == {"names": [f"mixed/{c.name}" for c in QUESTIONS["mixed"]], "rounds": 2}
+    names = [f"mixed/{c.name}" for c in QUESTIONS["mixed"] if c.quick]
+    assert seen == {"names": names, "rounds": 2, "processes": None}
     assert list(found) == history.cases("mixed")
     event = json.loads(path.read_text())
-    assert event["case"] == "mixed/real-b4" and "rounds" not in event
+    assert event["case"] == "mixed/tiny-b8" and "rounds" not in event

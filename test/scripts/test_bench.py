@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 import bench
 from bench import Landmark, Progress
+from lab.cases import QUESTIONS
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 MACHINE = "box"
@@ -131,7 +133,9 @@ BASE_RESULTS: dict[str, dict[str, float | None]] = {
     "decode.Decode.track_forward_idle": {"tiny-b8": 0.25},
     "mixed.Mixed.track_stalled": {"tiny-b8": 1.0},
     "mixed.Mixed.track_us_per_token": {"tiny-b8": math.nan},
-    "speculative.Speculative.track_steps_per_token": {"real-chain-b1": 0.625, "tiny": math.nan},
+    "mixed.MixedMore.track_us_per_token": {"real-b4": 50.0},
+    "memory.Memory.track_peak_step_bytes": {"plain": math.nan},
+    "decode.Decode.track_steps_per_token": {"tiny-b8-normal": 0.625},
 }
 FIXED_RESULTS = BASE_RESULTS | {
     # Slower, but so was the machine: by the anchor it got twice as fast.
@@ -140,7 +144,7 @@ FIXED_RESULTS = BASE_RESULTS | {
     "decode.Decode.track_itl_p50_ms_ratio": {"tiny-b8": 0.04},
     "mixed.Mixed.track_stalled": {"tiny-b8": 0.0},
     "mixed.Mixed.track_us_per_token": {"tiny-b8": 250.0},
-    "speculative.Speculative.track_steps_per_token": {"real-chain-b1": None, "tiny": math.nan},
+    "decode.Decode.track_steps_per_token": {"tiny-b8-normal": None},
 }
 
 
@@ -153,9 +157,9 @@ def found(repo: Path) -> list[bench.Values]:
 
 
 def test_results_are_read_as_asv_wrote_them(found: list[bench.Values]) -> None:
-    assert found[0]["decode.Decode.track_us_per_token", "tiny-b8"] == 100.0
-    assert math.isnan(found[0]["mixed.Mixed.track_us_per_token", "tiny-b8"] or 0.0)
-    assert found[1]["speculative.Speculative.track_steps_per_token", "real-chain-b1"] is None
+    assert found[0]["decode.track_us_per_token", "tiny-b8"] == 100.0
+    assert math.isnan(found[0]["mixed.track_us_per_token", "tiny-b8"] or 0.0)
+    assert found[1]["decode.track_steps_per_token", "tiny-b8-normal"] is None
 
 
 def test_a_commit_without_results(repo: Path, found: list[bench.Values]) -> None:
@@ -173,9 +177,11 @@ def test_what_the_table_says(found: list[bench.Values]) -> None:
     assert rows["decode", "tiny-b8", "ITL p50, ms ↓"] == ["0.800", "0.800 [dim]1.00×[/]"]
     assert rows["decode", "tiny-b8", "forward occupancy ↑"] == ["0.750", "0.750 [dim]1.00×[/]"]
     assert rows["mixed", "tiny-b8", "tokens/s ↑"] == ["[bold red]stalls[/]", "4,000"]
-    accepted = rows["speculative", "real-chain-b1", "accepted length ↑"]
+    # What the quick set leaves out has a class of its own, and is shown beside it.
+    assert rows["mixed", "real-b4", "tokens/s ↑"] == ["20,000", "20,000 [dim]1.00×[/]"]
+    accepted = rows["decode", "tiny-b8-normal", "accepted length ↑"]
     assert accepted == ["1.60", "[red]failed[/]"]
-    assert rows["speculative", "tiny", "accepted length ↑"] == ["[dim]n/a[/]"] * 2
+    assert rows["memory", "plain", "peak of a step, MB ↓"] == ["[dim]n/a[/]"] * 2
     assert rows["decode", "tiny-b8", "ITL p99, ms ↓"] == ["[dim]not measured[/]"] * 2
 
 
@@ -200,19 +206,31 @@ def test_json_has_no_bare_nan(found: list[bench.Values]) -> None:
     text = json.dumps(bench._as_json(marks, found), allow_nan=False)
     first = json.loads(text)[0]
     assert {
-        "benchmark": "mixed.Mixed.track_us_per_token",
+        "benchmark": "mixed.track_us_per_token",
         "case": "tiny-b8",
         "value": "NaN",
     } in first["results"]
 
 
 def test_every_tracked_metric_of_the_table_exists() -> None:
-    for group, shown in bench.METRICS.items():
-        module, _ = group.split(".")
-        source = (REPO_ROOT / "benchmark" / "asv" / f"{module}.py").read_text()
+    assert bench.METRICS.keys() == QUESTIONS.keys()
+    for question, shown in bench.METRICS.items():
+        source = (REPO_ROOT / "benchmark" / "asv" / f"{question}.py").read_text()
         source += (REPO_ROOT / "benchmark" / "lab" / "history.py").read_text()
         for metric in shown:
             assert f"track_{metric[0]} =" in source, metric[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "quick"),
+    [
+        ("decode.Decode.track_us_per_token", True),
+        ("decode.DecodeMore.track_us_per_token", False),
+        ("memory.MemoryMore.track_peak_step_bytes", False),
+    ],
+)
+def test_the_quick_set_by_asvs_regular_expression(name: str, quick: bool) -> None:
+    assert bool(re.search(bench.QUICK, name)) is quick
 
 
 # --- Progress ---------------------------------------------------------------------------------

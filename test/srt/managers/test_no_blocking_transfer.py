@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from lab.audit_transfers import one_thread
+from lab.cases import DRAFT_SHAPES
 from lab.fake_device import counted_copies
 from lab.fake_engine import MEANT, watched_engine
 from lab.models import random_prompts, write_tiny_model
 from lab.transfer_ledger import Transfer, TransferLedger
-from lab.workloads import DRAFT_SHAPES
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 VOCAB = 64
