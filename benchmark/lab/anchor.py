@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from lab import devices
 from lab.remote import answer
 
 KINDS = ("model", "host", "dense")
@@ -31,6 +32,11 @@ class Anchor:
         ``model`` reads 85 MB of float32 weights again and again, as the decode steps of a real model
         do. ``host`` calls thousands of tiny operations, as a scheduler and a tiny model do. ``dense``
         passes over logits of 64 rows and a vocabulary of 32,000, as dense penalties do.
+
+    Notes
+    -----
+    ``model`` and ``dense`` are work of the device that is measured (see `lab.devices`), ``host`` is work
+    of the host wherever forwards run.
     """
 
     def __init__(self, kind: str) -> None:
@@ -38,12 +44,15 @@ class Anchor:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         self.kind = kind
         generator = torch.Generator().manual_seed(0)
-        self._x = torch.randn(8, 576, generator=generator)
+        device = torch.device("cpu") if kind == "host" else devices.device()
+        self._waits = device.type == "cuda"
+        self._x = torch.randn(8, 576, generator=generator).to(device)
         if kind == "model":
-            self._weights = [torch.randn(1536, 576, generator=generator) for _ in range(24)]
+            weights = (torch.randn(1536, 576, generator=generator) for _ in range(24))
+            self._weights = [weight.to(device) for weight in weights]
         if kind == "dense":
-            self._logits = torch.randn(64, 32_000, generator=generator)
-            self._counts = torch.randint(0, 3, (64, 32_000), generator=generator)
+            self._logits = torch.randn(64, 32_000, generator=generator).to(device)
+            self._counts = torch.randint(0, 3, (64, 32_000), generator=generator).to(device)
 
     def __call__(self) -> float:
         """Do the work.
@@ -63,6 +72,8 @@ class Anchor:
             else:
                 self._small_operations(calls=3000)
                 _python_loop(400_000)
+            if self._waits:
+                torch.cuda.synchronize()
         return time.perf_counter() - started
 
     def _read_weights(self, passes: int) -> None:

@@ -112,6 +112,11 @@ class Case:
         return dataclasses.replace(self, output_len=min(self.output_len, length))
 
     @property
+    def varies(self) -> bool:
+        """Whether its numbers are times. What is counted is the same each time, and needs no anchor."""
+        return self.setup.watch == "time"
+
+    @property
     def anchor(self) -> str:
         """Kind of the anchor that stands beside it."""
         return {"real": "model", "tiny": "host", "none": "dense"}[self.setup.model]
@@ -199,7 +204,6 @@ def _transfers() -> Iterator[Case]:
             batch_size=4,
             output_len=8,
             penalties=penalties,
-            # What is counted is the same each time.
             rounds=1,
             processes=1,
             quick=overlap,

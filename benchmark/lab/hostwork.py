@@ -24,9 +24,10 @@ WARMUP = 50
 
 
 def own_batch(batch_size: int) -> Any:
-    """A prefilled `ScheduleBatch` of this project, ready to decode."""
+    """A prefilled `ScheduleBatch` of this project on the device that is measured, ready to decode."""
     import torch
 
+    from lab import devices
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
@@ -34,7 +35,7 @@ def own_batch(batch_size: int) -> Any:
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    device = torch.device("cpu")
+    device = devices.device()
     pool = ReqToTokenPool(batch_size, ROW_LEN, device)
     allocator = TokenToKVPoolAllocator(batch_size * ROW_LEN, device)
     reqs = []
@@ -54,7 +55,7 @@ def own_batch(batch_size: int) -> Any:
         spec_algorithm=SpeculativeAlgorithm.NONE,
     )
     batch.prepare_for_extend()
-    batch.output_ids = torch.zeros(batch_size, dtype=torch.int64)
+    batch.output_ids = torch.zeros(batch_size, dtype=torch.int64, device=device)
     return batch
 
 

@@ -42,6 +42,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lab import devices
 from lab.audit_transfers import audit
 from lab.metrics import Step, WorkNotDone, percentile
 from lab.transfer_ledger import SYNC, short_path
@@ -98,8 +99,8 @@ class ModelledAccelerator:
 
     @property
     def device(self) -> str:
-        """What the engine is to run on: CUDA where there is one, to be delayed there."""
-        return "cuda" if torch.cuda.device_count() > 0 else "cpu"
+        """What the engine is to run on: CUDA where that is measured, to be delayed there."""
+        return devices.chosen()
 
     def thread_context(self) -> contextlib.AbstractContextManager:
         """What each thread of the engine enters. The same on every commit, since it costs time."""
@@ -112,7 +113,7 @@ class ModelledAccelerator:
         submit = stream.submit
         self._drain = stream.drain
         if scheduler.device.type == "cuda":
-            self._cycles_per_s = _cycles_per_second()
+            self._cycles_per_s = cycles_per_second()
 
         def get_next_batch_to_run() -> Any:
             self._schedule_thread = threading.get_ident()
@@ -256,7 +257,7 @@ def _wake_up_in_time() -> None:
         prctl(PR_SET_TIMERSLACK, nanosecond)
 
 
-def _cycles_per_second() -> float:
+def cycles_per_second() -> float:
     """How long the delay kernel takes, measured."""
     cycles = 10_000_000
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

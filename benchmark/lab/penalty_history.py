@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lab import devices
 from lab.models import Unsupported
 from lab.penalty_costs import (
     REQUEST,
@@ -36,7 +37,6 @@ SEEN: Final = 256
 STEPS: Final = 24
 JOINS: Final = 4
 
-_CPU: Final = torch.device("cpu")
 _PACKAGE: Final = "sglang.srt.sampling"
 
 
@@ -147,7 +147,8 @@ class PenaltySession:
         del scratch
         self._kind = "plain" if setup.speculative == "none" else setup.speculative
         self.progress: Callable[[], None] = lambda: None
-        make_subject(Workload(Cell(self._kind, 2, 64, 4), _CPU))
+        self._device = devices.device()
+        make_subject(Workload(Cell(self._kind, 2, 64, 4), self._device))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -167,13 +168,15 @@ class PenaltySession:
         """
         cell = Cell(self._kind, case.batch_size, case.setup.vocab_size, SEEN)
         with torch.inference_mode():
-            logits = Logits([cell], _CPU)
-            subject = make_subject(Workload(cell, _CPU))
+            logits = Logits([cell], self._device)
+            subject = make_subject(Workload(cell, self._device))
             stepper = Stepper(subject, logits.of(cell))
             stepper(4)
             block = stepper(STEPS)
+            devices.synchronize()
+            block.settle()
             check("the commit", subject, logits)
-            joined = Joiner(subject, _CPU)(JOINS)
+            joined = Joiner(subject, self._device)(JOINS)
             check_joined("the commit", subject)
         return {
             "us_per_step": block.host_us + block.device_us,

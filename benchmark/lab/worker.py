@@ -9,6 +9,7 @@ within it. `lab.run` starts workers and reads their events.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -102,11 +103,13 @@ def measure(
     case: Case,
     name: str,
     rounds: int,
-    anchor: Remote,
+    anchor: Remote | None,
     events: Events,
     stall_s: float = STALL_S,
 ) -> dict[str, Any]:
     """Run a case `rounds` times after a short warm-up, each round between two runs of the anchor.
+
+    A case that does not vary is run once, with neither.
 
     Returns
     -------
@@ -121,8 +124,12 @@ def measure(
     """
     watched = Watched(stall_s if case.kind == "mixed" else ROUND_S)
     session.progress = watched.alive
+    if not case.varies:
+        events.progress(name, 0, 1, "counting")
+        return {"rounds": [watched.call(session.run_round, case)], "anchors": []}
     events.progress(name, 0, rounds, "warm-up")
     watched.call(session.run_round, case.shortened())
+    assert anchor is not None
     found: list[dict[str, float]] = []
     anchors = [anchor.ask()["seconds"]]
     for i in range(rounds):
@@ -144,10 +151,12 @@ def measure_all(
     cases = [CASES[name] for name in names]
     if len({case.setup for case in cases}) != 1:
         raise ValueError(f"cases of several setups: {', '.join(names)}")
-    with (
-        tempfile.TemporaryDirectory(prefix="lab-") as scratch,
-        Remote("lab.anchor", [cases[0].anchor, f"--threads={threads}"], threads=threads) as anchor,
-    ):
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-"))
+        anchor = None
+        if cases[0].varies:
+            options = [cases[0].anchor, f"--threads={threads}"]
+            anchor = stack.enter_context(Remote("lab.anchor", options, threads=threads))
         events.progress(names[0], 0, 1, "starting the engine")
         try:
             session = make_session(cases[0].setup, Path(scratch))
@@ -155,7 +164,8 @@ def measure_all(
             for name in names:
                 events.result(name, "unsupported", detail=str(error))
             return
-        anchor.wait_until_ready()
+        if anchor is not None:
+            anchor.wait_until_ready()
         about = {"engine": _where_the_engine_is()}
         for name, case in zip(names, cases, strict=True):
             try:

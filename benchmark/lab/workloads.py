@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab import metrics, models
+from lab import devices, metrics, models
 from lab.cases import DRAFT_SHAPES, Case, Setup
 from lab.metrics import Round, Step
 from lab.models import Unsupported
@@ -225,6 +225,7 @@ class Session:
             self.accelerator = ModelledAccelerator(sites)
             overrides["thread_context"] = self.accelerator.thread_context
             overrides.setdefault("device", self.accelerator.device)
+        overrides.setdefault("device", devices.chosen())
         self.engine = sglang.Engine(
             **server_args(setup, self.paths) | overrides,
             observer=self.probe,

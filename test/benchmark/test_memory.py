@@ -79,9 +79,10 @@ def test_a_round(name: str, tmp_path: Path) -> None:
         found = [session.run_round(case) for _ in range(2)]
     # At least the logits of a step; not the whole engine, whose KV pool alone is far larger.
     nodes = 6 if "tree" in name else 1
-    assert 2 * nodes * 900 * 4 < found[0]["peak_step_bytes"] < 2_000_000
-    assert found[1]["peak_step_bytes"] == pytest.approx(found[0]["peak_step_bytes"], rel=0.02)
+    assert 2 * nodes * 900 * 4 < found[0]["peak_step_bytes"] < 200_000
     assert found[0]["penalty_state_bytes"] > 0
+    # Counted, and not measured.
+    assert found[1] == found[0]
 
 
 def test_steps_under_overlap_have_no_memory_of_their_own(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_every_call_of_torch_is_looked_at() -> None:
 def test_a_delay_kernel_takes_its_time() -> None:
     accelerator: Any = ModelledAccelerator(frozenset())
     accelerator.forward_s = 0.02
-    accelerator._cycles_per_s = modelled_accelerator._cycles_per_second()
+    accelerator._cycles_per_s = modelled_accelerator.cycles_per_second()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     accelerator._occupy(0.0)

@@ -1,0 +1,42 @@
+"""Which device is measured: ``LAB_DEVICE``, else CUDA where there is one, else the CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICE_VARIABLE: Final = "LAB_DEVICE"
+
+
+def chosen() -> str:
+    """Name of the device that engines and penalties are to be on: ``cpu`` or ``cuda``.
+
+    Raises
+    ------
+    ValueError
+        If ``LAB_DEVICE`` names another one.
+    """
+    import torch
+
+    name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"{DEVICE_VARIABLE} must be cpu or cuda, got {name!r}")
+    return name
+
+
+def device() -> torch.device:
+    """The same as a device of torch."""
+    import torch
+
+    return torch.device(chosen())
+
+
+def synchronize() -> None:
+    """Wait until the device has done what it was given."""
+    if chosen() == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
