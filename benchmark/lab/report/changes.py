@@ -1,0 +1,228 @@
+"""Two commits held against each other, number by number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from lab.report import wording
+from lab.report.data import NUMBER, STALLS, Commit, Key, Machine, Reading, Results
+from lab.report.noise import CONFIDENCE, Noise
+
+BETTER, WORSE, WITHIN_NOISE = "better", "worse", "within noise"
+PERHAPS_BETTER, PERHAPS_WORSE = "perhaps better", "perhaps worse"
+SAME, NO_INTERVAL, NOT_COMPARABLE = "the same", "noise not known", "not comparable"
+RUNS_NOW, STALLS_NOW, STILL_STALLS = "runs now", "stalls now", "still stalls"
+
+# Verdicts in the order of a table; better and worse stand among each other, by their size.
+_ORDER: Final = (
+    (STALLS_NOW,),
+    (RUNS_NOW,),
+    (WORSE, BETTER),
+    (PERHAPS_WORSE, PERHAPS_BETTER),
+    (STILL_STALLS,),
+    (NO_INTERVAL,),
+    (WITHIN_NOISE,),
+    (SAME,),
+    (NOT_COMPARABLE,),
+)
+CHANGED: Final = (STALLS_NOW, RUNS_NOW, WORSE, BETTER)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number before and after.
+
+    Attributes
+    ----------
+    machine : Machine
+    question, metric, case, unit : str
+    before, after : Reading
+    absolute : tuple of Reading, optional
+        The same as absolute numbers, where the metric is a ratio to an anchor.
+    absolute_unit : str
+    ratio, low, high : float
+        After by before with its interval at 95%; NaN where there is none.
+    verdict : str
+    """
+
+    machine: Machine
+    question: str
+    metric: str
+    case: str
+    unit: str
+    before: Reading
+    after: Reading
+    absolute: tuple[Reading, Reading] | None
+    absolute_unit: str
+    ratio: float
+    low: float
+    high: float
+    verdict: str
+
+    @property
+    def changed(self) -> bool:
+        """Whether the table shows it first."""
+        return self.verdict in CHANGED
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Changes first, of each kind the largest first."""
+        kind = next(i for i, verdicts in enumerate(_ORDER) if self.verdict in verdicts)
+        size = abs(math.log(self.ratio)) if self.ratio > 0 and math.isfinite(self.ratio) else 0.0
+        return kind, -size
+
+
+@dataclass(frozen=True)
+class Step:
+    """Two commits that a table holds against each other."""
+
+    title: str
+    before: Commit
+    after: Commit
+
+
+def steps(results: Results) -> list[Step]:
+    """Each fix against the measured commit before it, and the newest against the last fix."""
+    found, last = [], None
+    for before, after in zip(results.commits, results.commits[1:], strict=False):
+        if after.fix is not None:
+            found.append(Step(f"Fix {after.name}", before, after))
+            last = after
+    newest = results.commits[-1] if results.commits else None
+    if last is not None and newest is not None and newest != last:
+        found.append(Step("Since the last fix", last, newest))
+    return found
+
+
+def changes(results: Results, step: Step) -> list[Change]:
+    """All numbers of two commits, what has changed first."""
+    tested = sum(math.isfinite(c.low) and c.low != c.high for c in _changes(results, step, 1))
+    return sorted(_changes(results, step, max(tested, 1)), key=lambda change: change.order)
+
+
+def _changes(results: Results, step: Step, family: int) -> Iterator[Change]:
+    for question in results.questions.values():
+        for machine in results.machines_with(question.name):
+            for case in question.cases:
+                found = [
+                    compare(
+                        results,
+                        (step.before, step.after),
+                        machine,
+                        question.name,
+                        metric,
+                        case,
+                        family,
+                    )
+                    for metric in wording.compared(question)
+                ]
+                yield from _without_repetition([change for change in found if change is not None])
+
+
+def _without_repetition(found: list[Change]) -> Iterator[Change]:
+    """That a case stalls is said once and not of each metric."""
+    said = set()
+    for change in found:
+        if change.verdict in (RUNS_NOW, STALLS_NOW, STILL_STALLS):
+            if change.verdict in said:
+                continue
+            said.add(change.verdict)
+        yield change
+
+
+def compare(
+    results: Results,
+    commits: tuple[Commit, Commit],
+    machine: Machine,
+    question: str,
+    metric: str,
+    case: str,
+    family: int = 1,
+) -> Change | None:
+    """One number on two commits; None where neither has it.
+
+    Parameters
+    ----------
+    results : Results
+    commits : tuple of Commit
+        Before and after.
+    machine : Machine
+    question, metric, case : str
+    family : int
+        How many intervals are looked at together. The chance of an error is shared among all of them
+        (Bonferroni) before a difference is called more than "perhaps".
+    """
+    asked = results.questions[question]
+
+    def readings(metric: str) -> tuple[Reading, Reading]:
+        first, second = (
+            results.reading(Key(machine.name, commit.sha, question, metric, case))
+            for commit in commits
+        )
+        return first, second
+
+    first, second = readings(metric)
+    if not {first.status, second.status} & {NUMBER, STALLS}:
+        return None
+    beside = wording.absolute(asked, metric)
+    noise = results.noises.get((machine.name, question, metric))
+    noisy = results.is_noisy(question, metric)
+    ratio, low, high = _ratio(first, second, noisy, noise)
+    verdict = _verdict(first, second, noisy, low, high)
+    if verdict in (BETTER, WORSE) and noisy and noise is not None:
+        _, *sure = noise.ratio(first.logs, second.logs, confidence=1 - (1 - CONFIDENCE) / family)
+        if _verdict(first, second, noisy, *sure) == WITHIN_NOISE:
+            verdict = f"perhaps {verdict}"
+    return Change(
+        machine,
+        question,
+        metric,
+        case,
+        asked.units.get(metric, ""),
+        first,
+        second,
+        readings(beside) if beside else None,
+        asked.units.get(beside, "") if beside else "",
+        ratio,
+        low,
+        high,
+        verdict,
+    )
+
+
+def _ratio(
+    first: Reading, second: Reading, noisy: bool, noise: Noise | None
+) -> tuple[float, float, float]:
+    """After by before with its interval, as far as there are such."""
+    if not first.status == second.status == NUMBER:
+        return math.nan, math.nan, math.nan
+    if noise is not None and first.logs and second.logs:
+        return noise.ratio(first.logs, second.logs)
+    if first.value == second.value == 0 and not noisy:
+        return 1.0, 1.0, 1.0
+    ratio = second.value / first.value if first.value else math.nan
+    return (ratio, math.nan, math.nan) if noisy else (ratio, ratio, ratio)
+
+
+def _verdict(first: Reading, second: Reading, noisy: bool, low: float, high: float) -> str:
+    """In words. Smaller is better in everything that asv tracks here."""
+    if STALLS in (first.status, second.status):
+        if first.status == second.status:
+            return STILL_STALLS
+        if second.status == STALLS:
+            return STALLS_NOW
+        return RUNS_NOW if second.status == NUMBER else NOT_COMPARABLE
+    if first.status != NUMBER or second.status != NUMBER:
+        return NOT_COMPARABLE
+    if not noisy:
+        if first.value == second.value:
+            return SAME
+        return BETTER if second.value < first.value else WORSE
+    if math.isnan(low):
+        return NO_INTERVAL
+    if high < 1:
+        return BETTER
+    return WORSE if low > 1 else WITHIN_NOISE

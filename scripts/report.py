@@ -1,0 +1,501 @@
+#!/usr/bin/env python3
+"""Write one HTML file of what asv measured: plots, before and after each fix, and where that was.
+
+It reads asv's results, names the landmark commits by the trailers in history, and needs no network,
+neither here nor in the browser. Several directories of results make one page: each machine in them is
+a series of its own.
+
+Examples
+--------
+::
+
+    python scripts/report.py                                       # what `make report` does
+    python scripts/report.py --results .asv/results --results benchmark/results --out page.html
+    python scripts/report.py --screenshot page.png --part decode   # and a picture of a question
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Final
+
+from bench import BenchError, landmarks
+from prove_fixes import FIXES, ProofError, git
+
+REPO_ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path.append(str(REPO_ROOT / "benchmark"))
+
+from lab import history  # noqa: E402
+from lab.report import wording  # noqa: E402
+from lab.report.data import Commit, Key, Machine, Measured, Question, Results  # noqa: E402
+from lab.report.page import render  # noqa: E402
+
+DEFAULT_RESULTS: Final = (".asv/results", "benchmark/results")
+# How `lab.history` measures, unless it says so itself.
+PROCESSES: Final = int(getattr(history, "PROCESSES", 3))
+BEFORE_FIXES: Final = "before the fixes"
+# What a fix is called on an axis, where its title is too long.
+FIX_NAMES: Final = {21840: "merge_batch", 28500: "penalties' copy"}
+# Ends the name of the class that has the cases beyond the quick set.
+MORE: Final = "More"
+# What asv calls the facts of a machine, and what the page does. Others come behind, as they are.
+FACTS: Final = {
+    "gpu": "GPU",
+    "driver": "driver",
+    "cuda": "CUDA",
+    "cpu": "CPU",
+    "num_cpu": "cores",
+    "ram": "memory",
+    "arch": "architecture",
+    "os": "system",
+    "python": "Python",
+    "torch": "torch",
+    "triton": "triton",
+    "numpy": "numpy",
+    "numba": "numba",
+}
+# What is missed where it is not there.
+WANTED: Final = ("cpu", "python", "torch", "triton")
+GPU_WANTED: Final = ("driver", "cuda")
+SKIPPED_FACTS: Final = {"machine", "version", "setuptools", "wheel", "tqdm", "rich", "jinja2"}
+
+
+class ReportError(RuntimeError):
+    """A failure with a message that a person can act on."""
+
+
+# --- asv's results ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file of results and what describes its benchmarks."""
+
+    results: Any
+    benchmarks: Any
+
+
+def results_dirs(repo: Path, given: Sequence[Path]) -> list[Path]:
+    """The directories to read: those that are named, else the first default that holds something.
+
+    Raises
+    ------
+    ReportError
+        If one of them holds no results.
+    """
+    if given:
+        for path in given:
+            if not _holds_results(path):
+                raise ReportError(f"there are no results of asv in {path}")
+        return list(given)
+    for name in DEFAULT_RESULTS:
+        if _holds_results(repo / name):
+            return [repo / name]
+    raise ReportError(f"no results in {' or '.join(DEFAULT_RESULTS)}: run `make bench` first")
+
+
+def _holds_results(path: Path) -> bool:
+    return any(path.glob("*/machine.json"))
+
+
+def load(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[Any]]:
+    """Machines, benchmarks and results of a directory, as asv reads them."""
+    from asv.benchmarks import Benchmarks
+    from asv.config import Config
+    from asv.machine import Machine as AsvMachine
+    from asv.machine import iter_machine_files
+    from asv.results import get_existing_hashes, iter_results_for_machine_and_hash
+    from asv.util import UserError, load_json
+
+    machines: list[dict[str, Any]] = []
+    found: list[Any] = []
+    try:
+        machines += [
+            load_json(path, AsvMachine.api_version) for path in iter_machine_files(str(directory))
+        ]
+        conf = Config()
+        conf.results_dir = str(directory)
+        benchmarks = dict(Benchmarks.load(conf))
+        for machine in machines:
+            name = machine["machine"]
+            for sha in sorted(get_existing_hashes(str(directory / name))):
+                found += iter_results_for_machine_and_hash(str(directory), name, sha)
+    except (UserError, KeyError, OSError) as error:
+        raise ReportError(f"asv's results in {directory} cannot be read: {error}") from error
+    return machines, benchmarks, found
+
+
+def values(found: Found) -> Iterator[tuple[str, str, str, str, Measured]]:
+    """Question, class, metric, case and number of all that a file has and that still means the same."""
+    results = found.results
+    for key in sorted(results.get_result_keys(found.benchmarks)):
+        question, owner, track = key.rsplit(".", 2)
+        params = results.get_result_params(key)
+        if not track.startswith("track_") or len(params) != 1:
+            continue
+        numbers = results.get_result_value(key, params)
+        samples = results.get_result_samples(key, params)
+        for name, number, own in zip(params[0], numbers, samples, strict=True):
+            measured = Measured(number, tuple(own or ()))
+            yield question, owner, track.removeprefix("track_"), name.strip("'"), measured
+
+
+def outdated(found: Iterable[Found]) -> int:
+    """How many results are of a version of their benchmark that is not the present one."""
+    return sum(
+        len(set(f.results.get_all_result_keys()) - f.results.get_result_keys(f.benchmarks))
+        for f in found
+    )
+
+
+# --- Machines ---------------------------------------------------------------------------------
+
+
+def make_machines(described: Sequence[dict[str, Any]], found: Sequence[Found]) -> list[Machine]:
+    """Machines with their facts, those without a GPU first."""
+    machines = []
+    for facts in {facts["machine"]: facts for facts in described}.values():
+        name = facts["machine"]
+        of_machine = [f.results for f in found if f.results.params.get("machine") == name]
+        if of_machine:
+            machines.append(_machine(name, facts, of_machine))
+    labels = [machine.label for machine in machines]
+    machines = [
+        replace(m, label=f"{m.label} ({m.name})") if labels.count(m.label) > 1 else m
+        for m in machines
+    ]
+    return sorted(machines, key=lambda m: (m.is_gpu, m.label))
+
+
+def _machine(name: str, described: dict[str, Any], results: Sequence[Any]) -> Machine:
+    facts: dict[str, list[str]] = {}
+    sources = [described, *(r.params for r in results)]
+    for source in sources:
+        for key, value in source.items():
+            text, known = _fact(key, value), facts.setdefault(key, [])
+            # A machine's file may say more than a pin: 2.13.0+cu130 is 2.13.0 too.
+            if text and not any(other.startswith(text) for other in known):
+                known.append(text)
+    order = [*FACTS, *sorted(facts.keys() - FACTS.keys() - SKIPPED_FACTS)]
+    gpu = ", ".join(facts.get("gpu", []))
+    wanted = [*WANTED, *(GPU_WANTED if gpu else ())]
+    shown = {
+        FACTS.get(key, key): ", ".join(facts.get(key) or ["not recorded"])
+        for key in order
+        if facts.get(key) or key in wanted
+    }
+    cores = ", ".join(facts.get("num_cpu", []))
+    label = gpu or (f"CPU, {cores} cores" if cores else "CPU")
+    return Machine(name, label, bool(gpu), shown)
+
+
+def _fact(key: str, value: Any) -> str:
+    text = str(value or "").strip()
+    if key == "ram" and text.isdigit():
+        return f"{int(text) / 2**30:.1f} GiB"
+    # An environment that asv did not make itself has the path of its interpreter for a version.
+    return "" if key == "python" and os.sep in text else text
+
+
+# --- Commits ----------------------------------------------------------------------------------
+
+
+def make_commits(repo: Path, found: Sequence[Found]) -> tuple[list[Commit], list[str]]:
+    """The measured commits, oldest first, and what is to be said of them."""
+    dates = {f.results.commit_hash: f.results.date for f in found}
+    notes: list[str] = []
+    names = _landmark_names(repo, notes)
+    history_order = _history(repo)
+    commits = [_commit(repo, sha, dates[sha], names, sha in history_order) for sha in dates]
+    strangers = [commit.short for commit in commits if not commit.known]
+    if strangers:
+        notes.append(
+            f"Not in the history of this checkout, so by date and without the name of a fix: "
+            f"{', '.join(sorted(strangers))}."
+        )
+    return _ordered(commits, dates, history_order), notes
+
+
+def _landmark_names(repo: Path, notes: list[str]) -> dict[str, tuple[str, int | None]]:
+    """Name of each landmark but HEAD, with its pull request if it is a fix."""
+    try:
+        marks = landmarks(repo)
+    except (BenchError, ProofError) as error:
+        notes.append(f"The fixes cannot be named: {error}.")
+        return {}
+    names: dict[str, tuple[str, int | None]] = {}
+    for mark in marks:
+        fix = next(
+            (f for f in FIXES if any(n.startswith(f"fix #{f.pr}:") for n in mark.names)), None
+        )
+        if fix is not None:
+            names[mark.sha] = (f"#{fix.pr} {FIX_NAMES.get(fix.pr, fix.title)}", fix.pr)
+        elif "last base commit" in mark.names:
+            names[mark.sha] = (BEFORE_FIXES, None)
+    return names
+
+
+def _history(repo: Path) -> dict[str, int]:
+    """The commits of HEAD's history, by their place in it."""
+    try:
+        shas = git(repo, "rev-list", "--topo-order", "--reverse", "HEAD").split()
+    except ProofError:
+        return {}
+    return {sha: place for place, sha in enumerate(shas)}
+
+
+def _commit(
+    repo: Path, sha: str, date: int, names: dict[str, tuple[str, int | None]], known: bool
+) -> Commit:
+    day = datetime.datetime.fromtimestamp(date / 1000, datetime.UTC).date().isoformat()
+    try:
+        subject = git(repo, "show", "--no-patch", "--format=%s", sha).strip() if known else ""
+    except ProofError:
+        subject = ""
+    if sha in names:
+        name, fix = names[sha]
+        first, _, rest = name.partition(" ")
+        return Commit(sha, name, (first, rest), fix, subject, day, known)
+    name = f"{sha[:8]} “{shorten(subject, 60, placeholder=' …')}”" if subject else sha[:8]
+    brief = shorten(subject, 26, placeholder=" …")
+    return Commit(sha, name, (sha[:8], brief) if subject else (sha[:8],), None, subject, day, known)
+
+
+def _ordered(
+    commits: Sequence[Commit], dates: dict[str, int], history_order: dict[str, int]
+) -> list[Commit]:
+    """As history has them; a commit that it does not have stands before the first later one."""
+    ordered = sorted((c for c in commits if c.known), key=lambda c: history_order[c.sha])
+    for stranger in sorted(
+        (c for c in commits if not c.known), key=lambda c: (dates[c.sha], c.sha)
+    ):
+        later = (i for i, c in enumerate(ordered) if dates[c.sha] > dates[stranger.sha])
+        ordered.insert(next(later, len(ordered)), stranger)
+    return ordered
+
+
+# --- Questions --------------------------------------------------------------------------------
+
+
+def make_questions(repo: Path, found: Sequence[Found]) -> dict[str, Question]:
+    """Questions with their cases and units, those that the page knows first."""
+    questions: dict[str, Question] = {}
+    cases: dict[str, dict[str, bool]] = {}
+    for one in found:
+        for question, owner, metric, case, _ in values(one):
+            if question not in questions:
+                questions[question] = Question(question, _heading(repo, question))
+            place = cases.setdefault(question, {})
+            place[case] = place.get(case, False) or not owner.endswith(MORE)
+            unit = one.benchmarks[f"{question}.{owner}.track_{metric}"].get("unit", "")
+            questions[question].units.setdefault(metric, unit)
+    for name, question in questions.items():
+        order = list(_case_order(name, found))
+        question.cases = {case: cases[name][case] for case in order if case in cases[name]}
+    known = wording.QUESTION_ORDER
+    return dict(
+        sorted(
+            questions.items(),
+            key=lambda item: (known.index(item[0]) if item[0] in known else len(known), item[0]),
+        )
+    )
+
+
+def _case_order(question: str, found: Sequence[Found]) -> dict[str, None]:
+    """Cases in the order of the suite, the quick ones first; then those that only results have."""
+    keys = [
+        (owner.endswith(MORE), key, f.benchmarks[key]["params"], f.results)
+        for f in found
+        for key in f.benchmarks
+        for module, owner, _ in [key.rsplit(".", 2)]
+        if module == question
+    ]
+    order: dict[str, None] = {}
+    for _, _, params, _ in sorted(keys, key=lambda k: (k[0], k[1])):
+        order |= dict.fromkeys(name.strip("'") for name in (params[0] if params else []))
+    for f in found:
+        order |= dict.fromkeys(case for module, _, _, case, _ in values(f) if module == question)
+    return order
+
+
+def _heading(repo: Path, question: str) -> str:
+    """The question, as the first line of its file asks it."""
+    path = repo / "benchmark" / "asv" / f"{question}.py"
+    if not path.is_file():
+        return question.capitalize()
+    text = ast.get_docstring(ast.parse(path.read_text())) or question.capitalize()
+    line = text.partition("\n")[0]
+    # What follows the question mark is for readers of the source, but for the number of a fix.
+    asked, mark, rest = line.partition("?")
+    fixes = " ".join(re.findall(r"\(#\d+\)", rest))
+    return f"{asked}{mark} {fixes}".strip()
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+def read(repo: Path, directories: Sequence[Path], processes: int = PROCESSES) -> Results:
+    """All that the page needs.
+
+    Raises
+    ------
+    ReportError
+        If there are no results, or some that asv cannot read.
+    """
+    described: list[dict[str, Any]] = []
+    benchmarks: dict[str, Any] = {}
+    loaded: list[Any] = []
+    for directory in directories:
+        machines, own, of_directory = load(directory)
+        described += machines
+        # Where directories differ in what a benchmark means, the first one has the word.
+        benchmarks = own | benchmarks
+        loaded += of_directory
+    found = [Found(one, benchmarks) for one in loaded]
+    # What was measured last counts.
+    found.sort(key=lambda f: max((v or 0 for v in f.results.started_at.values()), default=0))
+    measured = {
+        Key(f.results.params["machine"], f.results.commit_hash, question, metric, case): number
+        for f in found
+        for question, _, metric, case, number in values(f)
+    }
+    if not measured:
+        raise ReportError("asv's files hold no results of the present benchmarks: run `make bench`")
+    commits, notes = make_commits(repo, found)
+    commits = [commit for commit in commits if any(key.sha == commit.sha for key in measured)]
+    if number := outdated(found):
+        notes.append(
+            f"{wording.counted(number, 'result')} left out: the benchmarks mean something else by now."
+        )
+    return Results(
+        make_machines(described, found),
+        commits,
+        make_questions(repo, found),
+        measured,
+        processes,
+        notes + _sample_notes(measured, processes),
+    )
+
+
+def _sample_notes(measured: dict[Key, Measured], processes: int) -> list[str]:
+    numbers = [m for m in measured.values() if m.value is not None and not math.isnan(m.value)]
+    notes = []
+    if failed := sum(m.value is None for m in measured.values()):
+        notes.append(
+            f"{wording.counted(failed, 'number')} could not be had: the measurement failed."
+        )
+    if not any(m.samples for m in numbers):
+        notes.append("These results have no samples, so nothing is known of their noise.")
+    elif odd := sum(bool(m.samples) and len(m.samples) % processes != 0 for m in numbers):
+        notes.append(
+            f"{wording.counted(odd, 'number')} with samples that do not divide into {processes} "
+            "processes: without a noise band."
+        )
+    return notes
+
+
+def _around(tab: Any, part: str, room: int = 16) -> dict[str, float]:
+    """The place of a question on the page, with room around it."""
+    box = tab.locator(f"#{part}").bounding_box()
+    return {
+        "x": max(box["x"] - room, 0),
+        "y": box["y"] + room,
+        "width": box["width"] + 2 * room,
+        "height": box["height"],
+    }
+
+
+def screenshot(page: Path, picture: Path, part: str) -> None:
+    """Take a picture of the page with the Chromium of the system.
+
+    Parameters
+    ----------
+    page, picture : Path
+    part : str
+        Name of a question; nothing for the beginning of the page.
+    """
+    import shutil
+
+    from playwright.sync_api import sync_playwright
+
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser_path is None:
+        raise ReportError("--screenshot needs chromium on the PATH")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=browser_path,
+            args=["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-sync"],
+        )
+        tab = browser.new_page(viewport={"width": 1200, "height": 900})
+        tab.goto(page.resolve().as_uri())
+        if not part:
+            tab.screenshot(path=str(picture))
+        elif tab.query_selector(f"#{part}") is None:
+            raise ReportError(f"the page has no question {part!r}")
+        else:
+            tab.screenshot(path=str(picture), full_page=True, clip=_around(tab, part))
+        browser.close()
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="report.py", description=summary)
+    parser.add_argument(
+        "--results",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help=f"asv's results; without it, the first of {', '.join(DEFAULT_RESULTS)} that has some",
+    )
+    parser.add_argument("--out", type=Path, help="the page (.asv/report.html)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=PROCESSES,
+        help="processes that the samples of a case come from (%(default)s)",
+    )
+    parser.add_argument("--screenshot", type=Path, metavar="PNG", help="take a picture of it")
+    parser.add_argument(
+        "--part", default="", metavar="QUESTION", help="of this question, not of the beginning"
+    )
+    parser.add_argument(
+        "--repo", type=Path, default=REPO_ROOT, help="another checkout than this script's own"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; return the exit status."""
+    args = parse_args(argv)
+    repo: Path = args.repo.resolve()
+    out: Path = args.out or repo / ".asv" / "report.html"
+    try:
+        results = read(repo, results_dirs(repo, args.results), args.processes)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(render(results), encoding="utf-8")
+        if args.screenshot:
+            screenshot(out, args.screenshot, args.part)
+    except ReportError as error:
+        print(f"report: error: {error}", file=sys.stderr)
+        return 1
+    size = out.stat().st_size / 1e6
+    commits = wording.counted(len(results.commits), "commit")
+    machines = wording.counted(len(results.machines), "machine")
+    print(f"{out}: {commits}, {machines}, {size:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

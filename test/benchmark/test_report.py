@@ -1,0 +1,453 @@
+"""The page's numbers and words, from made-up results in asv's own files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import report_results as made
+from report_results import CPU, GPU
+
+import report
+from lab.report import changes, page, plots, texts, wording
+from lab.report.data import Key, Measured, Results
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "repo"
+    made.make_repo(path)
+    suite = path / "benchmark" / "asv"
+    suite.mkdir(parents=True)
+    (suite / "decode.py").write_text(
+        '"""How fast, really? Read on in `lab`. (#28500)\n\nMore.\n"""\n'
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def shas(repo: Path) -> list[str]:
+    return report.git(repo, "rev-list", "--reverse", "HEAD").split()
+
+
+@pytest.fixture(scope="module")
+def directory(repo: Path, shas: list[str]) -> Path:
+    return made.write_results(repo.parent / "results", shas)
+
+
+@pytest.fixture(scope="module")
+def results(repo: Path, directory: Path) -> Results:
+    return report.read(repo, [directory], made.PROCESSES)
+
+
+@pytest.fixture(scope="module")
+def html(results: Results) -> str:
+    return page.render(results)
+
+
+# --- What is read -----------------------------------------------------------------------------
+
+
+def test_landmarks_carry_the_names_of_fixes(results: Results, shas: list[str]) -> None:
+    assert [commit.sha for commit in results.commits] == shas
+    assert [commit.axis for commit in results.commits] == [
+        ("before", "the fixes"),
+        ("#21840", "merge_batch"),
+        ("#28500", "penalties' copy"),
+        (shas[3][:8], "Count penalties where …"),
+    ]
+    assert [commit.fix for commit in results.commits] == [None, 21840, 28500, None]
+    assert results.commits[3].name == f"{shas[3][:8]} “Count penalties where the tokens are”"
+    assert not results.notes
+
+
+def test_head_may_have_moved_on(repo: Path, directory: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    report.git(repo, "clone", "--quiet", str(repo), str(later))
+    report.git(
+        later,
+        *("-c", "user.name=Test", "-c", "user.email=test@example.invalid"),
+        *("commit", "--quiet", "--allow-empty", "--message", "Not measured"),
+    )
+    found = report.read(later, [directory])
+    assert [commit.name for commit in found.commits][-1].endswith("where the tokens are”")
+    assert len(found.commits) == 4
+
+
+def test_commits_of_another_history_are_shown_and_said(directory: Path, tmp_path: Path) -> None:
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    report.git(strange, "init", "--quiet")
+    found = report.read(strange, [directory])
+    assert len(found.commits) == 4
+    assert all(commit.name == commit.short and not commit.known for commit in found.commits)
+    assert any("Not in the history of this checkout" in note for note in found.notes)
+    text = page.render(found)
+    assert "not in the history of this checkout" in text
+    assert all(commit.short in text for commit in found.commits)
+
+
+def test_a_shallow_clone_is_said(repo: Path, directory: Path, tmp_path: Path) -> None:
+    shallow = tmp_path / "shallow"
+    report.git(repo, "clone", "--quiet", "--depth", "1", repo.as_uri(), str(shallow))
+    found = report.read(shallow, [directory])
+    assert any("shallow clone" in note for note in found.notes)
+    assert [commit.known for commit in found.commits] == [False, False, False, True]
+
+
+def test_two_classes_are_one_question(results: Results) -> None:
+    decode = results.questions["decode"]
+    assert [case for case, quick in decode.cases.items() if quick] == [
+        *("real-b1", "real-b8", "real-b8-penalties", "tiny-b8")
+    ]
+    assert [case for case, quick in decode.cases.items() if not quick] == [
+        *("real-b32", "tiny-b64", "tiny-b64-penalties")
+    ]
+    assert decode.heading == "How fast, really? (#28500)"
+    assert results.questions["mixed"].heading == "Mixed"  # without a file of its own
+    assert list(results.questions) == ["decode", "mixed", "overlap", "transfers"]
+
+
+def test_machines_say_what_they_are(results: Results) -> None:
+    cpu, gpu = results.machines
+    assert (cpu.label, cpu.is_gpu) == ("CPU, 2 cores", False)
+    assert cpu.facts["memory"] == "8.0 GiB"
+    assert cpu.facts["torch"] == "2.13.0"
+    assert cpu.facts["triton"] == "not recorded"
+    assert (gpu.label, gpu.is_gpu) == ("Fake GPU (test)", True)
+    # What asv has no field for stays in its file of the machine.
+    assert {key: gpu.facts[key] for key in ("driver", "CUDA", "torch", "triton")} == {
+        "driver": "999.99",
+        "CUDA": "13.0",
+        "torch": "2.13.0+cu130",
+        "triton": "3.9.0",
+    }
+
+
+def test_results_of_another_version_are_left_out(
+    directory: Path, repo: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    copy = tmp_path / "results"
+    shutil.copytree(directory, copy)
+    benchmarks = json.loads((copy / "benchmarks.json").read_text())
+    benchmarks["decode.Decode.track_forward_idle"]["version"] = "2"
+    (copy / "benchmarks.json").write_text(json.dumps(benchmarks))
+    found = report.read(repo, [copy])
+    assert "forward_idle" not in found.questions["decode"].units
+    assert any("results left out" in note for note in found.notes)
+
+
+def test_two_directories_make_one_page(repo: Path, shas: list[str], tmp_path: Path) -> None:
+    here = made.write_results(tmp_path / "here", shas, machines=(CPU,))
+    there = made.write_results(tmp_path / "there", shas, machines=(GPU,))
+    found = report.read(repo, [here, there])
+    assert [machine.name for machine in found.machines] == [CPU, GPU]
+
+
+def test_the_default_results_are_the_first_that_exist(
+    repo: Path, shas: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(report.ReportError, match="make bench"):
+        report.results_dirs(tmp_path, [])
+    committed = made.write_results(tmp_path / "benchmark" / "results", shas, machines=(CPU,))
+    assert report.results_dirs(tmp_path, []) == [committed]
+    measured = made.write_results(tmp_path / ".asv" / "results", shas, machines=(CPU,))
+    assert report.results_dirs(tmp_path, []) == [measured]
+    with pytest.raises(report.ReportError, match="nowhere"):
+        report.results_dirs(tmp_path, [tmp_path / "nowhere"])
+
+
+# --- Numbers ----------------------------------------------------------------------------------
+
+
+def key(shas: list[str], commit: int, metric: str, case: str, machine: str = CPU) -> Key:
+    question = {"blocking_per_step": "transfers", "score_p50_ms": "mixed"}.get(metric, "decode")
+    return Key(machine, shas[commit], question, metric, case)
+
+
+def test_readings(results: Results, shas: list[str]) -> None:
+    timed = key(shas, 0, "us_per_token_ratio", "real-b1")
+    reading = results.reading(timed)
+    samples = results.measured[timed].samples
+    medians = [sorted(samples[i : i + 5])[2] for i in (0, 5, 10)]
+    assert reading.value == pytest.approx(math.prod(medians) ** (1 / 3))
+    assert reading.low < reading.value < reading.high
+    assert reading.high / reading.value == pytest.approx(reading.value / reading.low)
+    exact = results.reading(key(shas, 0, "blocking_per_step", "decode-b8-penalties"))
+    assert (exact.value, exact.low, exact.high) == (2.0, 2.0, 2.0)
+    assert results.reading(key(shas, 0, "score_p50_ms", "real-b4")).status == "stalls"
+    assert (
+        results.reading(key(shas, 0, "us_per_token_ratio", "no such case")).status == "not measured"
+    )
+
+
+def test_failed_and_skipped_are_told_apart(results: Results, shas: list[str]) -> None:
+    place = key(shas, 1, "us_per_token_ratio", "real-b1")
+    other = Results(
+        results.machines,
+        results.commits,
+        results.questions,
+        {place: Measured(None)},
+        results.processes,
+    )
+    assert other.reading(place).status == "failed"
+    other.measured[place] = Measured(math.nan)
+    assert other.reading(place).status == "n/a"
+
+
+def step(results: Results, number: int) -> dict[tuple[str, str, str, str], changes.Change]:
+    found = changes.changes(results, changes.steps(results)[number])
+    return {(c.machine.name, c.question, c.metric, c.case): c for c in found}
+
+
+def test_steps_are_the_fixes_and_what_came_since(results: Results) -> None:
+    assert [s.title for s in changes.steps(results)] == [
+        "Fix #21840 merge_batch",
+        "Fix #28500 penalties' copy",
+        "Since the last fix",
+    ]
+
+
+def test_the_first_fix_lets_cases_run(results: Results) -> None:
+    found = step(results, 0)
+    change = found[CPU, "mixed", "us_per_token_ratio", "real-b4"]
+    assert change.verdict == changes.RUNS_NOW
+    assert math.isnan(change.ratio)
+    # That is said once a case, and not again of each metric.
+    assert (CPU, "mixed", "score_p50_ms_ratio", "real-b4") not in found
+    assert next(iter(found.values())).verdict == changes.RUNS_NOW
+
+
+def test_the_second_fix_shows_on_the_made_up_gpu(results: Results) -> None:
+    found = step(results, 1)
+    for case in results.questions["decode"].cases:
+        change = found[GPU, "decode", "us_per_token_ratio", case]
+        assert change.verdict == changes.BETTER
+        assert change.low < change.ratio < change.high < 0.85
+        assert change.ratio == pytest.approx(0.78, abs=0.05)
+        # The interval that is stated, by hand.
+        noise = results.noises[GPU, "decode", "us_per_token_ratio"]
+        assert noise is not None
+        assert noise.dof == 7 * 4 * 2
+        half = 2.0032 * noise.s * math.sqrt(2 / 3)
+        assert change.high == pytest.approx(change.ratio * math.exp(half), rel=1e-4)
+        # A ratio has its absolute numbers beside it.
+        assert change.absolute is not None
+        assert change.absolute_unit == "us/token"
+    exact = found[CPU, "transfers", "blocking_per_step", "decode-b8-penalties"]
+    assert (exact.ratio, exact.low, exact.high, exact.verdict) == (0.5, 0.5, 0.5, changes.BETTER)
+    gone = found[CPU, "overlap", "model_stalls_per_step", "none-b8-t5ms"]
+    assert (gone.ratio, gone.verdict) == (0.0, changes.BETTER)
+    # Absolute times, which their ratios stand for, have no row of their own.
+    assert not any(metric == "us_per_token" for _, _, metric, _ in found)
+
+
+def test_tables_begin_with_what_has_changed(results: Results) -> None:
+    for one in changes.steps(results):
+        found = changes.changes(results, one)
+        changed = [change.changed for change in found]
+        assert changed == sorted(changed, reverse=True)
+
+
+def test_equal_commits_are_hardly_ever_called_different(repo: Path, tmp_path: Path) -> None:
+    """In twelve steps; a chance of 5% each of any verdict makes three or more a matter of 2%."""
+    wrong = 0
+    for seed in range(4):
+        same = made.write_results(
+            tmp_path / str(seed), [f"{seed}{i}" * 20 for i in range(4)], same=True, seed=seed
+        )
+        found = report.read(repo, [same])
+        for before, after in zip(found.commits, found.commits[1:], strict=False):
+            judged = changes.changes(found, changes.Step("", before, after))
+            wrong += any(c.verdict in (changes.BETTER, changes.WORSE) for c in judged)
+            assert sum(c.verdict.startswith("perhaps") for c in judged) < 0.2 * len(judged)
+    assert wrong <= 2
+
+
+def test_results_without_samples_have_no_band(repo: Path, shas: list[str], tmp_path: Path) -> None:
+    found = report.read(repo, [made.write_results(tmp_path, shas, samples=False, machines=(CPU,))])
+    reading = found.reading(key(shas, 1, "us_per_token_ratio", "real-b1"))
+    assert math.isfinite(reading.value)
+    assert not reading.has_band
+    assert any("no samples" in note for note in found.notes)
+    change = step(found, 1)[CPU, "decode", "us_per_token_ratio", "real-b1"]
+    assert change.verdict == changes.NO_INTERVAL
+    assert math.isnan(change.low)
+    text = page.render(found)
+    assert "No noise band" in text
+    assert "-band-" not in text
+
+
+def test_one_process_has_no_band(repo: Path, directory: Path) -> None:
+    found = report.read(repo, [directory], processes=1)
+    assert all(noise is None for noise in found.noises.values())
+    assert "No noise band" in page.render(found)
+
+
+# --- Words ------------------------------------------------------------------------------------
+
+
+def test_a_sentence_says_what_a_plot_shows(results: Results) -> None:
+    gpu = results.machines[1]
+    text = texts.sentence(results, gpu, "decode", "us_per_token_ratio", "real-b1")
+    pattern = (
+        r"Fake GPU \(test\): 0\.1\d\d → 0\.1\d\d anchors/token from before the fixes to [0-9a-f]{8}, "
+        r"(0\.\d\d) times \[(0\.\d\d), (0\.\d\d)\]: better\. \([\d,]+ → [\d,]+ us/token\)"
+    )
+    match = re.fullmatch(pattern, text)
+    assert match, text
+    assert float(match[2]) < float(match[1]) < float(match[3]) < 0.85
+    text = texts.sentence(results, gpu, "mixed", "us_per_token_ratio", "real-b4")
+    assert "from #21840 merge_batch to" in text
+    assert text.endswith("Stalls: before the fixes.")
+    text = texts.sentence(results, gpu, "transfers", "blocking_per_step", "decode-b8-penalties")
+    assert re.fullmatch(
+        r"Fake GPU \(test\): 2 → 1 transfers from before the fixes to [0-9a-f]{8}, "
+        r"0\.50 times: better\.",
+        text,
+    )
+
+
+def test_the_command_is_one_that_a_shell_and_make_hand_on(tmp_path: Path) -> None:
+    """To bench.py comes a regular expression with one backslash."""
+    import shutil
+    import subprocess
+
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    (tmp_path / "Makefile").write_text("bench:\n\t@printf '%s\\n' $(ARGS)\n")
+    done = subprocess.run(
+        wording.command("decode"), shell=True, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["--rerun", "--bench", r"^decode\."]
+
+
+def test_numbers_of_all_sizes() -> None:
+    values = (0.0123456, 0.5, 12.3456, 12345.6, 4096.0, 0.0, math.nan)
+    assert [wording.number(v) for v in values] == [
+        *("0.0123", "0.500", "12.3", "12,346", "4,096", "0", "n/a")
+    ]
+    assert wording.interval(0.004, 1.5) == "[0.0040, 1.50]"
+
+
+# --- The file ---------------------------------------------------------------------------------
+
+
+def test_the_page_loads_nothing(html: str) -> None:
+    assert "<script" not in html
+    assert "@import" not in html
+    loading = re.findall(r"(?:\bsrc|\bhref|xlink:href)=\"([^\"]*)\"|url\(([^)]*)\)", html)
+    for one, other in loading:
+        assert (one or other).startswith(("#", "data:,")), one or other
+    assert set(re.findall(r"https?://[^\"<\s]+", html)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+
+
+def test_each_id_occurs_once_and_each_reference_is_met(html: str) -> None:
+    ids = re.findall(r"\bid=\"([^\"]+)\"", html)
+    assert len(ids) == len(set(ids))
+    for names in re.findall(r"(?:href=\"#|url\(#|aria-labelledby=\")([^\")]+)", html):
+        assert set(names.split()) <= set(ids), names
+
+
+def test_each_plot_has_words(html: str) -> None:
+    drawn = re.findall(r"<svg role=\"img\".*?</svg>", html, flags=re.DOTALL)
+    assert len(drawn) == 7 + 2 * 2 + 2 + 2
+    for text in drawn:
+        root = ElementTree.fromstring(text)
+        space = "{http://www.w3.org/2000/svg}"
+        title, description = root.find(f"{space}title"), root.find(f"{space}desc")
+        assert title is not None and title.text
+        assert description is not None and re.search(r"\d → [\d.,]+ \w", description.text or "")
+        axis = "".join(root.itertext())
+        assert all(name in axis for name in ("before", "#21840", "merge_batch", "#28500"))
+        # All colours are the page's, in light and dark.
+        assert not re.search(r"#[0-9a-f]{6}(?![0-9a-f])", re.sub(r"href=\"[^\"]+\"", "", text))
+
+
+def test_a_plot_says_its_numbers_as_they_are() -> None:
+    marks = tuple(plots.Mark(x, y, y - 0.02, y + 0.02) for x, y in enumerate((1.0, 0.7849)))
+    ticks = ("before\nthe fixes", "#28500\npenalties' copy")
+    root = ElementTree.fromstring(
+        plots.svg(plots.Panel("x", "t", "d", ticks, (plots.Line(0, "m", marks),)))
+    )
+    said = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "0.78×" in said
+    assert {"0.80×", "0.90×", "1.00×", "1.10×"} <= set(said)
+    for words in ("before", "the fixes", "#28500", "penalties' copy"):
+        assert words in said
+    absolute = plots.Panel(
+        "x", "t", "d", ("a\nb",), (plots.Line(0, "m", (plots.Mark(0, 0.12345),)),), relative=False
+    )
+    said = [
+        node.text
+        for node in ElementTree.fromstring(plots.svg(absolute)).iter()
+        if node.tag.endswith("text")
+    ]
+    assert "0.123" in said
+
+
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_level_labels_break_between_words(count: int) -> None:
+    assert "merge_batch" in plots._label_lines("#21840\nmerge_batch", count)
+    assert "".join(plots._label_lines("#28500\npenalties' copy", count)[1:]).startswith(
+        "penalties'"
+    )
+
+
+def test_marks_are_where_the_numbers_are() -> None:
+    """Two values and the axis between them, read off the drawing."""
+    marks = (plots.Mark(0, 1.0), plots.Mark(1, 0.8))
+    text = plots.svg(plots.Panel("x", "t", "d", ("a\nb", "c\nd"), (plots.Line(0, "m", marks),)))
+    group = text[text.index('id="x-marks-0"') :]
+    drawn = [float(y) for y in re.findall(r'<use [^>]*y="([\d.]+)"', group)]
+    ticks = dict(re.findall(r'y="([\d.]+)">([\d.]+)×<', text))
+    scale = {value: float(y) for y, value in ticks.items()}
+    step = (scale["0.90"] - scale["1.00"]) / 0.1
+    assert drawn[1] - drawn[0] == pytest.approx(0.2 * step, abs=0.3)
+
+
+def test_the_page_says_where_what_and_how(html: str) -> None:
+    for text in ("Fake GPU (test)", "999.99", "2.13.0+cu130", "Made-up CPU at 2.00GHz"):
+        assert text in html
+    for question in ("decode", "mixed", "overlap", "transfers"):
+        command = wording.command(question).replace('"', "&#34;").replace("'", "&#39;")
+        assert command in html
+    assert html.count("lower is better ↓") >= 5
+    assert len(html.encode()) < 3_000_000
+
+
+def test_the_same_results_make_the_same_page(results: Results, html: str) -> None:
+    assert page.render(results) == html
+
+
+def test_names_of_cases_cannot_break_out(results: Results) -> None:
+    panel = plots.Panel(
+        "x", "<b>", "a & b </desc>", ("a\nb",), (plots.Line(0, "m", (plots.Mark(0, 1.0),)),)
+    )
+    text = plots.svg(panel)
+    root = ElementTree.fromstring(text)
+    assert root[0].text == "<b>"
+    assert root[1].text == "a & b </desc>"
+
+
+def test_the_command_line(
+    repo: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    status = report.main(
+        ["--repo", str(repo), "--results", str(directory), "--processes", "3", "--out", str(out)]
+    )
+    assert status == 0
+    assert "4 commits, 2 machines" in capsys.readouterr().out
+    assert out.read_text(encoding="utf-8").lstrip().startswith("<!doctype html>")
+    assert report.main(["--repo", str(tmp_path)]) == 1
+    assert "make bench" in capsys.readouterr().err
