@@ -40,7 +40,12 @@ $(VENV)/.stamp-dev: requirements/dev.txt requirements/constraints.txt $(VENV)/.s
 	$(PY) -m pip install -r requirements/dev.txt
 	@touch $@
 
-$(VENV)/.stamp-package: python/pyproject.toml $(VENV)/.stamp-dev
+$(VENV)/.stamp-workflows: requirements/workflows.txt $(VENV)/.stamp-dev
+	@echo "== env: what checks the workflows"
+	$(PY) -m pip install --no-deps --require-hashes -r requirements/workflows.txt
+	@touch $@
+
+$(VENV)/.stamp-package: python/pyproject.toml $(VENV)/.stamp-dev $(VENV)/.stamp-workflows
 	@echo "== env: the package, editable"
 	$(PY) -m pip install --no-deps --no-build-isolation -e python
 	@touch $@
@@ -65,6 +70,10 @@ bench: env model ## Measure the landmark commits with asv and print the table (t
 .PHONY: bench-full
 bench-full: env model ## The same with all cases and not the quick set of each question
 	$(PY) scripts/bench.py --full $(ARGS)
+
+.PHONY: report
+report: env ## Write .asv/report.html, a page of what asv measured, that needs no network
+	$(PY) scripts/report.py $(ARGS)
 
 .PHONY: bench-gate
 bench-gate: env ## Compare two commits: make bench-gate ARGS="main HEAD"
@@ -94,11 +103,28 @@ speed: env model ## Compare decoding with Hugging Face, the loops, penalties and
 bench-penalties: env ## Compare the cost of penalties with dense ones and with upstream's, cell by cell
 	$(PY) benchmark/micro/penalties.py $(ARGS)
 
+.PHONY: micro
+micro: env ## Time variants of one piece of work side by side: commits, kinds of penalties, copies
+	$(PY) -m pytest benchmark/micro --benchmark-sort=name --benchmark-columns=median,iqr,rounds $(ARGS)
+
 .PHONY: lint
-lint: env ## Check style and spelling
+lint: env lint-workflows ## Check style, spelling, workflows and shell scripts
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
+
+# actionlint asks shellcheck about the workflows' own scripts.
+.PHONY: lint-workflows
+lint-workflows: env ## Check the workflows and the shell scripts
+	$(VENV)/bin/actionlint
+	$(VENV)/bin/zizmor --offline --no-progress .github
+	@if command -v shellcheck >/dev/null; then \
+	  echo "shellcheck .ci/run scripts/*.sh"; shellcheck .ci/run scripts/*.sh; \
+	else echo "shellcheck is not installed: the shell scripts are not checked"; fi
+
+.PHONY: gpu-check
+gpu-check: env ## Measure everything on a GPU, or with ARGS=--dry-run walk through it on the CPU
+	PYTHON=$(PY) scripts/gpu_check.sh $(ARGS)
 
 .PHONY: clean
 clean: ## Remove build products and tool caches (.venv and .cache stay)

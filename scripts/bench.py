@@ -39,6 +39,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from asv_machine import make_known as make_machine_known
+from asv_site import SiteError, make_offline
 from prove_fixes import FIXES, TRAILER, ProofError, git, trailers
 
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
@@ -207,19 +209,6 @@ class Progress:
             self._console.print(f"[{seconds:6.0f} s] {text}", markup=False, highlight=False)
 
 
-def make_machine_known() -> str:
-    """Tell asv of this machine with what it finds out by itself; return the machine's name."""
-    from asv.machine import Machine, MachineCollection
-
-    name = Machine.get_unique_machine_name()
-    known = False
-    with contextlib.suppress(Exception):  # asv's way to say that it has no entry
-        known = bool(MachineCollection.load(name))
-    if not known:
-        MachineCollection.save(name, Machine.get_defaults())
-    return name
-
-
 def run_asv(repo: Path, shas: Sequence[str], options: Sequence[str], progress: Progress) -> int:
     """Run ``asv run`` over the commits and return its exit status.
 
@@ -285,14 +274,19 @@ def _follow_events(path: Path, progress: Progress, ended: threading.Event) -> No
             ended.wait(0.2)
 
 
-def publish(repo: Path) -> Path:
-    """Write the asv site; return its first page."""
+def publish(repo: Path) -> tuple[Path, str]:
+    """Write the asv site; return its first page, and what it takes to open it."""
     done = subprocess.run(
         [sys.executable, "-m", "asv", "publish"], cwd=repo, capture_output=True, text=True
     )
     if done.returncode != 0:
         raise BenchError(f"asv publish failed:\n{(done.stdout + done.stderr)[-2000:]}")
-    return repo / ".asv" / "html" / "index.html"
+    page = repo / ".asv" / "html" / "index.html"
+    try:
+        make_offline(page.parent, repo / ".cache" / "asv-site")
+    except SiteError as error:
+        return page, f"asv preview shows it, with a network: {error}"
+    return page, "opens without a network"
 
 
 # --- Results ----------------------------------------------------------------------------------
@@ -414,6 +408,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--full", action="store_true", help="all cases, and not the quick set of each question"
     )
+    parser.add_argument(
+        "--machine",
+        default=os.environ.get("ASV_MACHINE") or None,
+        help="what asv calls this machine (default: ASV_MACHINE, else what it knows)",
+    )
     parser.add_argument("--table", action="store_true", help="measure nothing, print what there is")
     parser.add_argument("--json", action="store_true", help="print JSON; the rest goes to stderr")
     parser.add_argument(
@@ -428,12 +427,12 @@ def bench(args: argparse.Namespace, console: Any) -> tuple[list[Landmark], list[
     marks = landmarks(repo, args.commit)
     if not args.table and git(repo, "status", "--porcelain", "--", "python").strip():
         console.print("python/ has changes that are not committed: they are not measured.")
-    machine = make_machine_known()
+    machine = make_machine_known(args.machine)
     status = 0
     for note in [] if args.table else busy_notes(threads=2):
         console.print(f"[bold]{note}; what is kept is measured again by --rerun[/]")
     if not args.table:
-        options = ["--record-samples"]
+        options = ["--record-samples", "--machine", machine]
         options += [] if args.rerun else ["--skip-existing-successful"]
         chosen = args.bench or ([] if args.full else [QUICK])
         options += [part for regex in chosen for part in ("--bench", regex)]
@@ -458,7 +457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.table:
                 raise BenchError("there are no results yet: run `make bench` first")
             raise BenchError("asv has no results; its output is in .asv/bench.log")
-        page = publish(args.repo.resolve())
+        page, how = publish(args.repo.resolve())
     except (BenchError, ProofError) as error:
         print(f"bench: error: {error}", file=sys.stderr)
         return 1
@@ -467,7 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     show(marks, found, console)
     seconds = time.monotonic() - started
-    console.print(f"asv site: {page} (asv preview shows it); {seconds:.0f} s in all")
+    console.print(f"asv site: {page} ({how}); {seconds:.0f} s in all", markup=False)
     if args.json:
         print(json.dumps(_as_json(marks, found), indent=2))
     if status != 0:

@@ -1,25 +1,44 @@
 #!/usr/bin/env bash
-# What has to be seen on a GPU: the tests marked gpu, and what penalties cost there. Eight minutes at most.
+# Everything worth knowing on a GPU, in eight minutes at most, with no network and nothing installed:
 #
-#   scripts/gpu_check.sh [--out DIR] [--dry-run]
+#   tests       the tests marked gpu
+#   sync-debug  a decode loop in which whatever waits for the device raises
+#   kernels     what penalties cost, measured beside predicted
+#   occupancy   both sides of fix #28500: a delay kernel's forwards, and a real model's
+#   asv         the landmark commits, in the environment that is there
 #
-# --out DIR   where the JSON and the log of each step go (.cache/gpu-check)
-# --dry-run   the same steps on the CPU, the bench with a few cells only
+#   scripts/gpu_check.sh [--out DIR] [--only STEP[,STEP]] [--dry-run]
 #
-# PYTHON names the interpreter; else .venv has it, else python3. Exits with 1 if a step failed.
+# --out DIR   where JSON and log of each step, asv's results and summary.json go (.cache/gpu-check)
+# --only ...  only these steps
+# --dry-run   the same steps on the CPU, each as small as it gets
+#
+# PYTHON names the interpreter; else .venv has it, else python3. ASV_MACHINE names the machine for asv.
+# Without git's history .cache/landmarks has the commits: scripts/gpu_landmarks.py extract makes it.
+# Prints a table last. Exits with 1 if a step failed.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 out=.cache/gpu-check
 dry=0
+all=(tests sync-debug kernels occupancy asv)
+only=()
 while (($#)); do
   case $1 in
     --out) [[ -n ${2:-} ]] || { echo 'gpu_check: --out needs a folder' >&2; exit 2; }; out=$2; shift ;;
+    --only)
+      [[ -n ${2:-} ]] || { echo 'gpu_check: --only needs a step' >&2; exit 2; }
+      IFS=, read -ra only <<<"$2"
+      shift ;;
     --dry-run) dry=1 ;;
-    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
     *) echo "gpu_check: unknown option $1" >&2; exit 2 ;;
   esac
   shift
+done
+for name in ${only[@]+"${only[@]}"}; do
+  [[ " ${all[*]} " == *" $name "* ]] ||
+    { echo "gpu_check: no step '$name', there are ${all[*]}" >&2; exit 2; }
 done
 
 if [[ -z ${PYTHON:-} ]]; then
@@ -27,41 +46,68 @@ if [[ -z ${PYTHON:-} ]]; then
   [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
 fi
 # Where the package is not installed, it is found all the same.
-export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 mkdir -p "$out" || exit 2
+out=$(cd "$out" && pwd) || exit 2
+# What an earlier call left would stand in the table of this one.
+for name in "${all[@]}"; do rm -f "$out/$name.json" "$out/$name.log" "$out/$name-found.json"; done
+rm -f "$out/tests.xml" "$out/summary.json"
 
 device=cuda
-bench=(--device cuda)
+# Limits in seconds, 470 in all. Two steps of several parts end by themselves before that.
+tests=140 sync_debug=45 kernels=75 occupancy=95 asv=115
+home=(env)
+sync_options=(--steps 32)
+cells=(--device cuda --cells 'b(8|64)-v128256' --seconds 0.4)
+sides=(--seconds 85)
+marks=(--seconds 105 --rounds 1 --processes 1)
 if ((dry)); then
   device=cpu
-  bench=(--device cpu --quick)
+  # Nothing is fast here, and nothing is at stake.
+  tests=240 sync_debug=240 kernels=240 occupancy=240 asv=240
+  # A machine that is none is nothing to tell asv of for good.
+  mkdir -p "$out/home" || exit 2
+  home=(env "HOME=$out/home" "ASV_MACHINE=dry-run")
+  sync_options=(--steps 2)
+  cells=(--device cpu --cells '^(plain|tree|join)-b8-v32000-s256$' --seconds 0.2 --threads 1)
+  sides=(--seconds 230 --cases overlap/chain-b8-t5ms
+    --model-options '--model tiny --batch-size 2 --output-len 8 --rounds 1')
+  marks=(--seconds 230 --rounds 1 --processes 1 --most 1 --bench '^penalties\.Penalties\.')
 elif ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo 'gpu_check: torch sees no CUDA device; --dry-run runs the steps on the CPU' >&2
   exit 2
 fi
 
 failed=0
-summary=()
 
 step() { # NAME SECONDS COMMAND...
-  local name=$1 limit=$2 started=$SECONDS status word=passed
+  local name=$1 limit=$2 started=$SECONDS status
   shift 2
+  [[ ${#only[@]} -eq 0 || " ${only[*]} " == *" $name "* ]] || return 0
   printf '\n== %s (at most %d s)\n' "$name" "$limit"
   # Interrupted, and not ended, a step still writes what it has found so far.
   timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
   status=${PIPESTATUS[0]}
-  if ((status == 124 || status == 137)); then word='timed out'; elif ((status)); then word=FAILED; fi
   ((status)) && failed=1
   printf '{"step": "%s", "device": "%s", "status": %d, "seconds": %d}\n' \
     "$name" "$device" "$status" $((SECONDS - started)) >"$out/$name.json"
-  summary+=("$(printf '%-10s %-10s %4d s' "$name" "$word" $((SECONDS - started)))")
 }
 
-# On a machine without a GPU these are skipped, each with its reason. That nothing was collected is 5.
-step tests 180 "$PYTHON" -m pytest test/srt test/benchmark/test_dense_one_pass.py -m 'gpu and not slow' -q \
-  -p no:cacheprovider --junitxml="$out/tests.xml"
-step penalties 270 "$PYTHON" benchmark/micro/penalties.py "${bench[@]}" --json "$out/penalties-cells.json"
+laboratory=(env "PYTHONPATH=$PYTHONPATH:$PWD/benchmark" "$PYTHON")
 
-printf '\n== gpu_check on %s, results in %s\n' "$device" "$out"
-printf '  %s\n' "${summary[@]}"
+# On a machine without a GPU these are skipped, each with its reason. That nothing was collected is 5.
+step tests "$tests" "$PYTHON" -m pytest test/srt test/benchmark/test_dense_one_pass.py \
+  test/benchmark/test_transfer_ledger.py test/benchmark/test_modelled_accelerator.py \
+  -m 'gpu and not slow' -q -p no:cacheprovider --junitxml="$out/tests.xml"
+step sync-debug "$sync_debug" "${laboratory[@]}" -m lab.sync_debug "${sync_options[@]}" \
+  --device "$device" --json "$out/sync-debug-found.json"
+step kernels "$kernels" "$PYTHON" benchmark/micro/penalties.py "${cells[@]}" \
+  --json "$out/kernels-found.json"
+step occupancy "$occupancy" "$PYTHON" scripts/gpu_landmarks.py occupancy "${sides[@]}" \
+  --device "$device" --json "$out/occupancy-found.json"
+step asv "$asv" "${home[@]}" "$PYTHON" scripts/gpu_landmarks.py asv "${marks[@]}" \
+  --device "$device" --results "$out/asv" --json "$out/asv-found.json"
+
+printf '\n'
+"$PYTHON" scripts/gpu_summary.py "$out" || failed=1
 exit "$failed"

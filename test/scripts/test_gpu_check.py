@@ -1,0 +1,204 @@
+"""``scripts/gpu_check.sh`` and ``gpu_summary.py``: the steps, the table and the file behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu_summary
+from gpu_summary import READERS, main, summarise, table
+
+SCRIPT = Path(gpu_summary.__file__).with_name("gpu_check.sh")
+
+
+def check(*arguments: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+# --- Arguments ----------------------------------------------------------------------------------
+
+
+def test_help_tells_the_steps() -> None:
+    done = check("--help")
+    assert done.returncode == 0
+    for name in (*READERS, "--dry-run", "--out DIR", "--only"):
+        assert name in done.stdout
+    assert "pipefail" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out"], "--out needs a folder"),
+        (["--only"], "--only needs a step"),
+        (["--only", "tests,nothing"], "no step 'nothing', there are tests sync-debug"),
+        (["--fast"], "unknown option --fast"),
+    ],
+)
+def test_what_is_refused(arguments: Sequence[str], said: str) -> None:
+    done = check(*arguments)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_check_of_a_gpu_needs_one(tmp_path: Path) -> None:
+    done = check("--out", str(tmp_path), PYTHON="false")
+    assert done.returncode == 2 and "--dry-run runs the steps on the CPU" in done.stderr
+
+
+def test_the_limits_come_to_eight_minutes() -> None:
+    text = SCRIPT.read_text()
+    limits = re.search(r"^tests=.*$", text, re.MULTILINE)
+    assert limits
+    seconds = [int(part.partition("=")[2]) for part in limits[0].split()]
+    assert len(seconds) == len(READERS) and sum(seconds) <= 480
+    # A step of several parts ends by itself, and tells what it has, before it is ended.
+    named = dict(part.split("=") for part in limits[0].split())
+    for array, name in (("sides", "occupancy"), ("marks", "asv")):
+        own = re.search(rf"^{array}=\(--seconds (\d+)", text, re.MULTILINE)
+        assert own and int(own[1]) < int(named[name])
+
+
+def test_a_step_that_fails_fails_the_check(tmp_path: Path) -> None:
+    """All steps run all the same, and the table is printed last. The interpreter runs nothing."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *gpu_summary*) exec "$REAL" "$@" ;; *sync*) exit 3 ;; esac\n'
+    )
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    env = {"PYTHON": str(python), "REAL": __import__("sys").executable}
+    done = check("--dry-run", "--out", str(out), **env)
+    assert done.returncode == 1, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    verdicts = {step["step"]: step["verdict"] for step in summary["steps"]}
+    assert verdicts == dict.fromkeys(READERS, "passed") | {"sync-debug": "FAILED"}
+    last = done.stdout.rstrip().splitlines()[-1]
+    assert last.split()[:2] == ["asv", "passed"]
+
+
+def test_only_some_steps(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "asv.json").write_text('{"step": "asv", "device": "cuda", "status": 0, "seconds": 1}')
+    done = check("--dry-run", "--out", str(out), "--only", "tests,kernels", PYTHON="true")
+    assert done.returncode == 0
+    assert re.findall(r"^== (\S+)", done.stdout, re.MULTILINE) == ["tests", "kernels"]
+    # What an earlier call left is not this one's.
+    assert not (out / "asv.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_dry_run_walks_through_every_step(tmp_path: Path) -> None:
+    done = check("--dry-run", "--out", str(tmp_path), timeout=580)
+    assert done.returncode == 0, done.stdout[-4000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    steps = {step["step"]: step for step in summary["steps"]}
+    assert set(steps) == set(READERS)
+    for name, step in steps.items():
+        assert step["verdict"] == "passed", name
+        assert step["found"] is not None, name
+        assert step["device"] == "cpu"
+    assert steps["tests"]["found"]["skipped"] > 0
+    assert steps["sync-debug"]["found"]["blocking"] == 0
+    for result in steps["occupancy"]["found"]["results"]:
+        assert 0 < result["before"] <= 1 and 0 < result["after"] <= 1
+    assert steps["asv"]["found"]["commits"][0]["values"] > 0
+
+
+# --- The summary --------------------------------------------------------------------------------
+
+
+def write(folder: Path, name: str, document: Any) -> None:
+    (folder / name).write_text(json.dumps(document))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seconds, (name, status) in enumerate(
+        {"tests": 1, "sync-debug": 0, "kernels": 124, "occupancy": 0, "asv": 0}.items()
+    ):
+        write(
+            tmp_path,
+            f"{name}.json",
+            {"step": name, "device": "cuda", "status": status, "seconds": seconds},
+        )
+    (tmp_path / "tests.xml").write_text(
+        '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3"/></testsuites>'
+    )
+    run = {"speculative": "none", "steps": 32, "raised": None, "blocking": 2, "sites": ["x"]}
+    write(tmp_path, "sync-debug-found.json", [run, run | {"raised": "RuntimeError", "blocking": 0}])
+    cells = [
+        {"cell": name, "device_us": measured, "predicted_us": predicted}
+        for name, measured, predicted in (
+            ("plain-b8", 12.0, {"sparse": 8.0, "upstream": 1.0}),
+            ("tree-b8", 30.0, {"sparse": 10.0}),
+            ("join-b8", None, {}),
+        )
+    ]
+    document = {"device": "NVIDIA H200", "cells": cells, "notes": ["interrupted"]}
+    write(tmp_path, "kernels-found.json", document)
+    results = [
+        {"what": "chain-b8-t5ms, delayed forwards", "before": 0.8, "after": 0.99, "detail": {}},
+        {"what": "model shape", "before": None, "after": 0.9, "detail": {}},
+    ]
+    write(tmp_path, "occupancy-found.json", {"before": "b", "after": "a", "results": results})
+    commits = [
+        {"outcome": "done", "values": 20, "without": 3},
+        {"outcome": "not reached", "values": 0, "without": 0},
+    ]
+    write(tmp_path, "asv-found.json", {"skipped": "asv is not installed", "commits": commits})
+    return tmp_path
+
+
+def test_the_table_has_verdicts_times_and_key_figures(folder: Path) -> None:
+    lines = table(summarise(folder))
+    assert lines[0].startswith("== gpu_check: gpu ")
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "tests FAILED 0 s 4 passed, 2 failed, 3 skipped",
+        "sync-debug passed 1 s 2 blocking calls, 1 of 2 runs raised, 64 steps",
+        "kernels timed out 2 s worst measured/predicted 3.0 (tree-b8), 2 cells",
+        "occupancy passed 3 s 0.800 -> 0.990 (chain-b8-t5ms, delayed forwards)",
+        "? -> 0.900 (model shape)",
+        "asv passed 4 s 1 of 2 commits, 20 values, 3 without a number",
+        "asv skipped: asv is not installed; measured without it",
+    ]
+
+
+def test_the_file_has_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("== gpu_check")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary["machine"]) == {"gpu", "driver", "cuda", "torch", "triton"}
+    kernels = summary["steps"][2]["found"]
+    assert [cell["ratio"] for cell in kernels["cells"]] == [3.0, 1.5]
+    assert kernels["notes"] == ["interrupted"]
+    assert summary["steps"][1]["found"]["runs"][0]["sites"] == ["x"]
+
+
+@pytest.mark.parametrize("left", ["", "{", "[]", '{"cells": [{}]}'])
+def test_a_step_that_told_nothing_has_its_verdict(folder: Path, left: str) -> None:
+    (folder / "kernels-found.json").write_text(left)
+    (folder / "tests.xml").unlink()
+    (folder / "asv.json").unlink()
+    lines = table(summarise(folder))
+    assert "FAILED" in lines[1] and "says nothing" in lines[1]
+    assert "timed out" in lines[3] and "says nothing" in lines[3]
+    assert not any(line.split()[0] == "asv" for line in lines[1:])
+
+
+def test_a_folder_is_needed(tmp_path: Path) -> None:
+    assert main([]) == main([str(tmp_path / "nowhere")]) == 2

@@ -1,0 +1,354 @@
+"""``scripts/gpu_landmarks.py``: packages of commits, and what is made of measuring them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu_landmarks
+from bench import BenchError
+from gpu_landmarks import (
+    FIX,
+    INDEX,
+    REPO_ROOT,
+    Clock,
+    Measured,
+    Package,
+    Packages,
+    by_importance,
+    count,
+    extract,
+    has_history,
+    load,
+    main,
+    occupancy,
+    packages,
+    run_group,
+    run_lab,
+    settle,
+    why_no_asv,
+    write_config,
+)
+from prove_fixes import FIXES
+
+FIRST = f"Fix 1\n\nUpstream-PR: sgl-project/sglang#{FIXES[0].pr}"
+SECOND = f"Fix 2\n\nUpstream-PR: sgl-project/sglang#{FIX}"
+
+
+def git(repo: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(repo), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(repo: Path, message: str, *files: str) -> str:
+    for name in files:
+        path = repo / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {message.splitlines()[0]}\n")
+    git(repo, "add", "--all")
+    git(repo, "commit", "--quiet", "--allow-empty", "-m", message)
+    return git(repo, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    git(folder, "init", "--quiet", "-b", "main")
+    (folder / ".gitignore").write_text("/.asv/\n/.cache/\n")
+    return folder
+
+
+@pytest.fixture
+def shas(repo: Path) -> list[str]:
+    """Base, first fix, before the second one, the second one, HEAD."""
+    init = "python/sglang/__init__.py"
+    fixes = {fix.pr: sorted(fix.files) for fix in FIXES}
+    return [
+        commit(repo, "Base", init, *fixes[FIX]),
+        commit(repo, FIRST, *fixes[FIXES[0].pr]),
+        commit(repo, "Between", init),
+        commit(repo, SECOND, *fixes[FIX]),
+        commit(repo, "Head", init),
+    ]
+
+
+def text_of(package: Package, name: str = "sglang/__init__.py") -> str:
+    return (Path(package.folder) / name).read_text()
+
+
+# --- Packages -----------------------------------------------------------------------------------
+
+
+def test_packages_are_those_of_the_commits(repo: Path, shas: list[str]) -> None:
+    found = packages(repo)
+    assert [mark.sha for mark in found.landmarks] == [shas[0], shas[1], shas[3], shas[4]]
+    assert [text_of(mark) for mark in found.landmarks] == [
+        *("# Base\n", "# Base\n", "# Between\n", "# Head\n")
+    ]
+    assert (found.before.sha, found.after.sha) == (shas[2], shas[3])
+    changed = "sglang/srt/managers/schedule_batch.py"
+    assert (text_of(found.before, changed), text_of(found.after, changed)) == (
+        "# Fix 1\n",
+        "# Fix 2\n",
+    )
+
+
+def test_what_was_extracted_needs_no_history(repo: Path, shas: list[str], tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    extract(repo, bare / ".cache" / "landmarks")
+    extract(repo, bare / ".cache" / "landmarks")  # a second time changes nothing
+    assert has_history(repo) and not has_history(bare)
+    found, wanted = packages(bare), packages(repo)
+    assert [mark.sha for mark in found.landmarks] == [mark.sha for mark in wanted.landmarks]
+    assert [mark.names for mark in found.landmarks] == [mark.names for mark in wanted.landmarks]
+    for mine, theirs in zip(found.landmarks, wanted.landmarks, strict=True):
+        assert mine.folder.startswith(str(bare)) and text_of(mine) == text_of(theirs)
+    assert (found.before.sha, found.after.sha) == (shas[2], shas[3])
+    # Of the commits that were named there is no looking up.
+    with pytest.raises(BenchError, match="no history"):
+        packages(bare, ["main~1"])
+
+
+def test_neither_history_nor_packages_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"gpu_landmarks\.py extract --to \.cache/landmarks"):
+        packages(tmp_path)
+
+
+def test_a_copy_inside_of_another_repository_has_no_history(repo: Path, shas: list[str]) -> None:
+    (repo / "copy").mkdir()
+    assert not has_history(repo / "copy")
+
+
+def test_the_landmarks_of_this_repository() -> None:
+    found = packages(REPO_ROOT)
+    assert found.landmarks[-1].names[-1] == "HEAD"
+    assert {found.before.sha, found.after.sha} & {mark.sha for mark in found.landmarks} == {
+        found.after.sha
+    }
+    assert "non_blocking" in text_of(found.after, "sglang/srt/managers/schedule_batch.py")
+
+
+def test_head_comes_first_where_time_may_run_out() -> None:
+    marks = [Package(str(i), [str(i)], "") for i in range(3)]
+    assert [mark.sha for mark in by_importance(marks)] == ["2", "1", "0"]
+
+
+# --- Both sides of the fix ----------------------------------------------------------------------
+
+
+def sides() -> Packages:
+    before, after = Package("b" * 40, ["b"], "/before"), Package("a" * 40, ["a"], "/after")
+    return Packages([before, after], before, after)
+
+
+def test_both_sides_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = {"/before": 0.8, "/after": 0.99}
+    asked: list[Any] = []
+
+    def run_cases(names: list[str], package: str, rounds: int, processes: int) -> dict[str, Any]:
+        asked.append((names, package))
+        metrics = {"fwd_occupancy": busy[package]}
+        return {names[0]: {"outcome": "done", "metrics": metrics, "rounds": [metrics]}}
+
+    def run_model(package: Package, device: str, seconds: float, options: Any) -> dict[str, Any]:
+        assert (device, list(options)) == ("cuda", ["--model", "shape"])
+        metrics = {"forward_occupancy": busy[package.folder] - 0.1}
+        return {"outcome": "done", "model": "shape", "batch_size": 8, "metrics": metrics}
+
+    monkeypatch.setattr(gpu_landmarks, "run_cases", run_cases)
+    monkeypatch.setattr(gpu_landmarks, "_run_model", run_model)
+    said: list[str] = []
+    options = ["--model", "shape"]
+    found = list(occupancy(sides(), "cuda", Clock(100), ["overlap/x"], options, say=said.append))
+    assert (found[0].before, found[0].after) == (0.8, 0.99)
+    assert (found[1].before, found[1].after) == (pytest.approx(0.7), pytest.approx(0.89))
+    assert [one.what for one in found] == ["x, delayed forwards", "chain-b8-penalties, model shape"]
+    assert asked == [(["overlap/x"], "/before"), (["overlap/x"], "/after")]
+    assert len(said) == 4 and "rounds" not in found[0].detail["before"]
+
+
+def test_one_side_that_fails_leaves_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_cases(names: list[str], package: str, rounds: int, processes: int) -> dict[str, Any]:
+        if package == "/before":
+            return {names[0]: {"outcome": "failed", "detail": "out of memory"}}
+        return {names[0]: {"outcome": "done", "metrics": {"fwd_occupancy": 0.9}}}
+
+    monkeypatch.setattr(gpu_landmarks, "run_cases", run_cases)
+    monkeypatch.setattr(
+        gpu_landmarks, "_run_model", lambda *_: {"outcome": "failed", "detail": "x"}
+    )
+    said: list[str] = []
+    delayed, model = occupancy(sides(), "cuda", Clock(100), ["overlap/x"], say=said.append)
+    assert (delayed.before, delayed.after) == (None, 0.9)
+    assert (model.before, model.after) == (None, None)
+    assert any("out of memory" in text for text in said)
+
+
+def test_what_is_not_reached_is_said_to_be_so() -> None:
+    for one in list(occupancy(sides(), "cuda", Clock(0), ["overlap/x"])):
+        assert {side["outcome"] for side in one.detail.values()} == {"not reached"}
+
+
+def test_a_command_ends_in_time_with_all_that_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('hello', flush=True)"
+    started = time.monotonic()
+    status, text = run_group(
+        [sys.executable, "-c", f"{child}; time.sleep(60)"], dict(os.environ), tmp_path, 1.0
+    )
+    assert (status, text.strip()) == (124, "hello")
+    assert time.monotonic() - started < 20
+    assert run_group(["sh", "-c", "echo no; exit 3"], dict(os.environ), tmp_path, 9.0) == (
+        3,
+        "no\n",
+    )
+
+
+# --- asv ----------------------------------------------------------------------------------------
+
+
+def write_result(folder: Path, name: str, **results: list[Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {
+        "commit_hash": "a" * 40,
+        "env_name": name,
+        "params": {"machine": folder.name, "python": "/somewhere/bin/python"},
+        "python": "/somewhere/bin/python",
+        "results": {key: [value, [], "1"] for key, value in results.items()},
+        "durations": {},
+    }
+    (folder / f"aaaaaaaa-{name}.json").write_text(json.dumps(document))
+
+
+def test_the_interpreter_is_called_by_its_version_not_its_path(tmp_path: Path) -> None:
+    machine = tmp_path / "gpu-h200"
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    settled = machine / f"aaaaaaaa-existing-py{version}.json"
+    write_result(machine, "existing-py_somewhere_bin_python", decode=[1.0])
+    settle(tmp_path, "gpu-h200", "a" * 40)
+    assert [path.name for path in machine.iterdir()] == [settled.name]
+    document = json.loads(settled.read_text())
+    assert "somewhere" not in settled.read_text()
+    assert document["python"] == document["params"]["python"] == version
+    assert document["env_name"] == f"existing-py{version}"
+
+    # From another place, another time: what was not measured again stays.
+    write_result(machine, "existing-py_elsewhere_bin_python", decode=[3.0], mixed=[4.0])
+    settle(tmp_path, "gpu-h200", "a" * 40)
+    write_result(machine, "existing-py_elsewhere_bin_python", mixed=[5.0])
+    settle(tmp_path, "gpu-h200", "a" * 40)
+    results = json.loads(settled.read_text())["results"]
+    assert {key: columns[0] for key, columns in results.items()} == {
+        "decode": [3.0],
+        "mixed": [5.0],
+    }
+
+
+def test_values_are_counted(tmp_path: Path) -> None:
+    write_result(tmp_path / "box", "existing-py3.11", a=[1.0, 2, None], b=[math.nan], c=[])
+    assert count(tmp_path, "box", "a" * 40) == (2, 3)
+    assert count(tmp_path, "box", "b" * 40) == count(tmp_path, "other", "a" * 40) == (0, 0)
+
+
+def test_asv_takes_the_configuration_from_elsewhere(tmp_path: Path) -> None:
+    from asv.config import Config
+
+    path = write_config(REPO_ROOT, tmp_path / "results", tmp_path)
+    found, usual = Config.load(str(path)), Config.load(str(REPO_ROOT / "asv.conf.json"))
+    assert found.results_dir == str(tmp_path / "results")
+    assert found.repo == str(REPO_ROOT)
+    assert Path(found.benchmark_dir) == REPO_ROOT / usual.benchmark_dir
+    assert found.matrix == usual.matrix and found.project == usual.project
+
+
+def test_why_asv_cannot_measure(
+    repo: Path, shas: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_no_asv(repo) is None
+    assert "no history" in str(why_no_asv(tmp_path / "nowhere"))
+    monkeypatch.setattr(gpu_landmarks.importlib.util, "find_spec", lambda name: None)
+    assert why_no_asv(repo) == "asv is not installed"
+
+
+def test_without_asv_the_same_questions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_cases(
+        names: list[str], package: str, rounds: int | None, processes: int | None
+    ) -> dict[str, Any]:
+        done = package == "/after"
+        return {name: {"outcome": "done" if done else "failed", "detail": "no"} for name in names}
+
+    monkeypatch.setattr(gpu_landmarks, "run_cases", run_cases)
+    said: list[str] = []
+    marks = by_importance(sides().landmarks)
+    found: list[Measured] = []
+    everything: dict[str, Any] = {}
+    run_lab(marks, [r"^mixed\.Mixed\."], 1, 1, Clock(100), found, everything, said.append)
+    assert [(one.how, one.outcome) for one in found] == [("lab", "done"), ("lab", "failed")]
+    assert all(name.startswith("mixed/") for name in everything["a" * 40])
+    assert found[0].values == len(everything["a" * 40]) > 0
+    run_lab(marks, [], 1, 1, Clock(0), found, everything, said.append)
+    assert {one.outcome for one in found} == {"not reached"}
+
+
+def test_who_is_interrupted_has_written_what_there_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_cases(names: list[str], package: str, rounds: int, processes: int) -> dict[str, Any]:
+        if package == "/after":
+            raise KeyboardInterrupt
+        return {names[0]: {"outcome": "done", "metrics": {"fwd_occupancy": 0.8}}}
+
+    monkeypatch.setattr(gpu_landmarks, "run_cases", run_cases)
+    monkeypatch.setattr(gpu_landmarks, "packages", lambda repo, extra=(): sides())
+    out = tmp_path / "found.json"
+    assert main(["occupancy", "--device", "cpu", "--json", str(out)]) == 130
+    (result,) = json.loads(out.read_text())["results"]
+    assert (result["before"], result["after"]) == (0.8, None)
+
+    monkeypatch.setattr(gpu_landmarks, "why_no_asv", lambda repo: "asv is not installed")
+    assert main(["asv", "--device", "cpu", "--json", str(out)]) == 130
+    document = json.loads(out.read_text())
+    assert document["skipped"] == "asv is not installed" and len(document["commits"]) == 2
+
+
+def test_what_is_wrong_is_said_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["occupancy", "--cases", "overlap/nothing"]) == 2
+    assert "no case 'overlap/nothing'" in capsys.readouterr().err
+    monkeypatch.setattr(gpu_landmarks, "REPO_ROOT", tmp_path)
+    assert main(["extract", "--to", str(tmp_path / "to")]) == 2
+    assert INDEX in capsys.readouterr().err
+    with pytest.raises(BenchError):
+        load(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_asv_keeps_the_results_of_another_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package of the commit is measured, by today's laboratory, in this environment."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # where asv keeps what it knows of machines
+    sha = packages(REPO_ROOT).after.sha
+    options = ["--commit", sha, "--only", "--device", "cpu", "--rounds", "1"]
+    options += ["--bench", r"^penalties\.Penalties\.track_us_per_step\(", "--machine", "gpu-test"]
+    out, results = tmp_path / "out.json", tmp_path / "results"
+    assert main(["asv", *options, "--results", str(results), "--json", str(out)]) == 0
+    (one,) = json.loads(out.read_text())["commits"]
+    assert (one["sha"], one["how"], one["outcome"]) == (sha, "asv", "done")
+    (path,) = (results / "gpu-test").glob(f"{sha[:8]}-*.json")
+    document = json.loads(path.read_text())
+    assert document["commit_hash"] == sha
+    machine = json.loads((results / "gpu-test" / "machine.json").read_text())
+    assert document["params"]["gpu"] == machine["gpu"] and machine["machine"] == "gpu-test"
+    assert one["values"] > 0

@@ -1,0 +1,266 @@
+"""``scripts/gpu_results.py`` and ``keep_gpu_results.sh``: what is measured, and what is taken of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu_results
+from gpu_results import RefusedError, accept, main, plan
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+NAME = f"{SHA[:8]}-existing-py3.11.json"
+MACHINE = {
+    "machine": "gpu-h200",
+    "os": "Linux 6.8.0",
+    "num_cpu": "16",
+    "arch": "x86_64",
+    "cpu": "Intel(R) Xeon(R) Platinum @ 2.10GHz",
+    "ram": "135291469824",
+    "gpu": "NVIDIA H200",
+    "driver": "580.95.05",
+    "cuda": "13.0",
+    "torch": "2.13.0+cu130",
+    "triton": "3.9.0",
+    "version": 1,
+}
+
+
+def result(**results: list[Any]) -> dict[str, Any]:
+    return {
+        "commit_hash": SHA,
+        "env_name": "existing-py3.11",
+        "date": 1,
+        "params": {k: v for k, v in MACHINE.items() if k != "version"} | {"python": "3.11"},
+        "python": "3.11",
+        "requirements": {},
+        "env_vars": {},
+        "result_columns": ["result", "params", "version"],
+        "results": {f"decode.Decode.{key}": value for key, value in results.items()},
+        "durations": {"<build>": 0.1, "<setup_cache decode:21>": 9.5},
+        "version": 2,
+    }
+
+
+@pytest.fixture
+def incoming(tmp_path: Path) -> Path:
+    folder = tmp_path / "incoming" / "gpu-h200"
+    folder.mkdir(parents=True)
+    (folder / "machine.json").write_text(json.dumps(MACHINE))
+    columns = [[47.6, float("nan"), None], [["'tiny-b8'", "'real-b8'", "'real-b1'"]], "2"]
+    (folder / NAME).write_text(json.dumps(result(track_itl_p50_ms=columns)))
+    (folder.parent / "benchmarks.json").write_text('{"code": "<script>"}')
+    return folder.parent
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+# --- Before -------------------------------------------------------------------------------------
+
+
+def git(repo: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(repo), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    git(folder, "init", "--quiet", "-b", "main")
+    for message in ("one", "two"):
+        git(folder, "commit", "--quiet", "--allow-empty", "-m", message)
+    return folder
+
+
+def test_what_is_measured_when(repo: Path) -> None:
+    head, first = (git(repo, "rev-parse", name) for name in ("HEAD", "HEAD~1"))
+    assert plan(repo, "schedule", "") == plan(repo, "workflow_dispatch", " ") == []
+    assert plan(repo, "push", "ignored") == [head]
+    assert plan(repo, "workflow_dispatch", f" {first}  {head}\n") == [first, head]
+
+
+@pytest.mark.parametrize(
+    ("event", "asked", "said"),
+    [
+        ("pull_request", "", "nothing is measured"),
+        ("pull_request_target", "", "nothing is measured"),
+        ("workflow_dispatch", "main", "no full hash"),
+        ("workflow_dispatch", "$(id)", "no full hash"),
+        ("workflow_dispatch", "--all", "no full hash"),
+        ("workflow_dispatch", SHA, "no commit of this history"),
+        ("workflow_dispatch", f"{SHA} " * 9, "too many"),
+    ],
+)
+def test_what_is_not_measured(repo: Path, event: str, asked: str, said: str) -> None:
+    with pytest.raises(RefusedError, match=said):
+        plan(repo, event, asked)
+
+
+def test_a_commit_of_another_branch_is_refused(repo: Path) -> None:
+    git(repo, "checkout", "--quiet", "-b", "side")
+    git(repo, "commit", "--quiet", "--allow-empty", "-m", "side")
+    side = git(repo, "rev-parse", "HEAD")
+    git(repo, "checkout", "--quiet", "main")
+    with pytest.raises(RefusedError, match="no commit of this history"):
+        plan(repo, "workflow_dispatch", side)
+
+
+def test_the_plan_is_one_line_for_a_step(repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "--repo", str(repo), "--event"]
+    assert main([*options, "push"]) == 0
+    assert capsys.readouterr().out == f"commits={git(repo, 'rev-parse', 'HEAD')}\n"
+    assert main([*options, "workflow_dispatch", "--asked", "x\ncommits=y"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+# --- Afterwards ---------------------------------------------------------------------------------
+
+
+def test_results_are_taken(incoming: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    assert accept(incoming, results) == [f"gpu-h200/{NAME}", "gpu-h200/machine.json"]
+    assert read(results / "gpu-h200" / "machine.json") == MACHINE
+    # What the benchmarks are is found out by whoever publishes.
+    assert not (results / "benchmarks.json").exists()
+    assert read(results / "gpu-h200" / NAME)["results"].keys() == {"decode.Decode.track_itl_p50_ms"}
+
+
+def test_what_is_there_stays_but_for_what_was_measured_anew(incoming: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    accept(incoming, results)
+    other = results / "gpu-l4" / "machine.json"
+    other.parent.mkdir()
+    other.write_text("{}")
+    path = incoming / "gpu-h200" / NAME
+    path.write_text(json.dumps(result(track_us_per_token=[[1.0], [["'tiny-b8'"]], "2"])))
+    accept(incoming, results)
+    kept = read(results / "gpu-h200" / NAME)["results"]
+    assert set(kept) == {"decode.Decode.track_itl_p50_ms", "decode.Decode.track_us_per_token"}
+    assert other.read_text() == "{}"
+
+
+Change = Callable[[Path], object]
+
+
+def change(name: str, **fields: Any) -> Change:
+    def write(machine: Path) -> None:
+        document = read(machine / name)
+        (machine / name).write_text(json.dumps(document | fields))
+
+    return write
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "a script": (lambda m: (m / "x.sh").write_text("id"), "no name of a result"),
+    "a page": (lambda m: (m.parent / "index.html").write_text(""), "no name of a result"),
+    "a hidden file": (lambda m: (m / ".gitattributes").write_text(""), "no name of a result"),
+    "a folder below": (lambda m: (m / "gpu-x").mkdir(), "no name of a machine"),
+    "a CPU machine": (lambda m: m.rename(m.parent / "laptop"), "no name of a machine"),
+    "a second machine": (
+        lambda m: [
+            (m.parent / "gpu-x").mkdir(),
+            (m.parent / "gpu-x/machine.json").write_text("{}"),
+        ],
+        "of one machine",
+    ),
+    "another machine's name": (lambda m: m.rename(m.parent / "gpu-other"), "another machine"),
+    "no machine.json": (lambda m: (m / "machine.json").unlink(), "no machine.json"),
+    "no GPU": (change("machine.json", gpu="none"), "has no GPU"),
+    "an unknown field": (change("machine.json", note="x"), "other fields"),
+    "a field that is no text": (change("machine.json", ram=[1]), "no text"),
+    "a link": (
+        lambda m: (m / f"{'b' * 8}-existing-py3.11.json").symlink_to("/etc/passwd"),
+        "a link",
+    ),
+    "no JSON": (lambda m: (m / NAME).write_text("{"), "no JSON"),
+    "a list": (lambda m: (m / NAME).write_text("[]"), "no fields"),
+    "nested": (lambda m: (m / NAME).write_text('{"a":' + "[" * 9 + "]" * 9 + "}"), "too deep"),
+    "bottomless": (lambda m: (m / NAME).write_text("[" * 100_000), "no JSON"),
+    "markup": (change(NAME, python="<script>"), "text that no result has"),
+    "markup behind a phase": (
+        change(NAME, durations={"<build><script>": 1}),
+        "text that no result has",
+    ),
+    "an ampersand": (change("machine.json", cpu="&lt;"), "text that no result has"),
+    "a quote": (change("machine.json", cpu='"'), "text that no result has"),
+    "a new line": (change("machine.json", cpu="a\nb"), "text that no result has"),
+    "a long text": (change("machine.json", cpu="a" * 201), "text that no result has"),
+    "too large": (lambda m: (m / NAME).write_text(" " * (gpu_results.MOST_BYTES + 1)), "larger"),
+    "too many": (
+        lambda m: [(m / f"{i:08x}-existing-py3.11.json").write_text("{}") for i in range(70)],
+        "too many",
+    ),
+    "another commit's": (change(NAME, commit_hash="f" * 40), "another commit"),
+    "another environment's": (change(NAME, env_name="virtualenv-py3.11"), "another environment"),
+    "a field too many": (change(NAME, html="x"), "other fields than asv's: html"),
+    "another machine's results": (change(NAME, params={"machine": "gpu-l4"}), "another machine"),
+    "no results": (change(NAME, results=[]), "no results"),
+    "an odd benchmark": (change(NAME, results={"a b": []}), "a benchmark called"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(incoming: Path, tmp_path: Path, what: str) -> None:
+    alter, said = REFUSED[what]
+    alter(incoming / "gpu-h200")
+    results = tmp_path / "results"
+    with pytest.raises(RefusedError, match=said):
+        accept(incoming, results)
+    assert not results.exists()
+
+
+# --- The branch ---------------------------------------------------------------------------------
+
+
+def keep(incoming: Path, remote: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    script = Path(gpu_results.__file__).with_name("keep_gpu_results.sh")
+    return subprocess.run(
+        ["bash", str(script), str(incoming), str(remote), "benchmark-results"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    folder = tmp_path / "remote.git"
+    subprocess.run(["git", "init", "--quiet", "--bare", str(folder)], check=True)
+    return folder
+
+
+def test_results_are_pushed_onto_what_is_there(incoming: Path, remote: Path) -> None:
+    done = keep(incoming, remote, TOKEN="sesame", SOURCE=SHA)
+    assert done.returncode == 0, done.stderr
+    files = git(remote, "ls-tree", "-r", "--name-only", "benchmark-results").split()
+    assert files == [f"results/gpu-h200/{NAME}", "results/gpu-h200/machine.json"]
+    assert SHA in git(remote, "log", "--format=%B", "benchmark-results")
+    assert "sesame" not in done.stdout + done.stderr
+
+    again = keep(incoming, remote)
+    assert again.returncode == 0 and "there already" in again.stdout
+    change("machine.json", driver="590.10")(incoming / "gpu-h200")
+    assert keep(incoming, remote).returncode == 0
+    assert git(remote, "rev-list", "--count", "benchmark-results") == "2"
+
+
+def test_what_is_refused_is_not_pushed(incoming: Path, remote: Path) -> None:
+    (incoming / "gpu-h200" / "x.sh").write_text("id")
+    done = keep(incoming, remote)
+    assert done.returncode == 1 and "refused" in done.stderr
+    assert git(remote, "for-each-ref") == ""
+
+
+def test_a_repository_that_is_not_there_is_no_empty_one(incoming: Path, tmp_path: Path) -> None:
+    assert keep(incoming, tmp_path / "nowhere.git").returncode == 1

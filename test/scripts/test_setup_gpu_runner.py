@@ -1,0 +1,173 @@
+"""``scripts/setup_gpu_runner.sh``: what it refuses, and what it would write."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "setup_gpu_runner.sh"
+TOKEN = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234"
+GIVEN = {
+    "--url": "https://github.com/somebody/some-fork",
+    "--name": "gpu-h200",
+    "--tarball": "runner.tar.gz",
+    "--sha256": "0123456789abcdef" * 4,
+    "--token-file": "-",
+}
+
+
+def call(arguments: Sequence[str], **options: object) -> tuple[int, str]:
+    # Its text, since another user may not read the file.
+    done = subprocess.run(
+        ["bash", "-c", SCRIPT.read_text(), str(SCRIPT), *arguments],
+        input=f"{TOKEN}\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
+        **options,  # type: ignore[call-overload]
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def arguments(**changes: str | None) -> list[str]:
+    options = GIVEN | {f"--{key.replace('_', '-')}": value for key, value in changes.items()}
+    return [part for key, value in options.items() if value is not None for part in (key, value)]
+
+
+def dry_run(**changes: str | None) -> str:
+    status, text = call(["--dry-run", *arguments(**changes)])
+    assert status == 0, text
+    return text
+
+
+def written(text: str, name: str) -> str:
+    match = re.search(
+        rf"^\+ write \S*/{re.escape(name)} \(mode (\d+)\)\n((?:    .*\n)+)", text, re.M
+    )
+    assert match, text
+    return re.sub(r"(?m)^    ", "", match[2])
+
+
+def test_a_dry_run_does_nothing(tmp_path: Path) -> None:
+    text = dry_run(clocks="1500", model="/opt/model")
+    assert text.rstrip().endswith("nothing was done")
+    assert not Path("/etc/gpu-runner").exists()
+    for step in (
+        "useradd --system",
+        "check that",
+        "tar -xzf",
+        "systemctl enable gpu-runner.service",
+    ):
+        assert step in text
+
+
+def test_each_job_gets_a_runner_of_its_own_which_it_cannot_keep() -> None:
+    prepare = written(dry_run(), "prepare")
+    register = prepare.replace("\\\n", "").splitlines()[-1]
+    for option in ("--ephemeral", "--disableupdate", "--replace", "--unattended"):
+        assert option in register
+    assert f"--url {GIVEN['--url']} --name gpu-h200" in register
+    assert "--labels gpu-benchmark,ephemeral" in register
+    assert "setpriv --reuid gpu-runner" in register and "--clear-groups" in register
+    removed = next(line for line in prepare.splitlines() if line.startswith("rm -rf"))
+    assert removed.split()[2:] == [f"/var/lib/gpu-runner/{x}" for x in ("runner", "work", "home")]
+
+
+def test_the_token_is_on_no_command_line() -> None:
+    text = dry_run()
+    assert TOKEN not in text and "--token " not in written(text, "prepare")
+    assert "ACTIONS_RUNNER_INPUT_TOKEN=$token" in written(text, "prepare")
+    assert "/token (mode 600)" in text
+    status, said = call([*arguments(), "--token", TOKEN])
+    assert status == 2 and "others could read it" in said and TOKEN not in said
+
+
+def test_the_unit_is_locked_down() -> None:
+    unit = written(dry_run(), "gpu-runner.service")
+    settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
+    expected = {
+        "User": "gpu-runner",
+        "NoNewPrivileges": "yes",
+        "ProtectSystem": "strict",
+        "ProtectHome": "yes",
+        "PrivateTmp": "yes",
+        "ReadWritePaths": "/var/lib/gpu-runner",
+        "InaccessiblePaths": "/etc/gpu-runner",
+        "DevicePolicy": "closed",
+        "CapabilityBoundingSet": "",
+        "SupplementaryGroups": "",
+        "RestrictSUIDSGID": "yes",
+        "RestrictNamespaces": "yes",
+        "KillMode": "control-group",
+    }
+    assert expected.items() <= settings.items()
+    # Triton, numba and the runner compile at run time.
+    assert "MemoryDenyWriteExecute" not in settings
+    # Without a token there is nothing to start, and that is no failure.
+    assert unit.count("ConditionPathExists=|") == 2
+    assert "docker" not in unit
+
+
+def test_clocks_are_roots() -> None:
+    unit = written(dry_run(clocks="1500"), "gpu-clocks.service")
+    assert "nvidia-smi -pm 1" in unit and "nvidia-smi -lgc 1500,1500" in unit
+    assert "-lgc" not in written(dry_run(), "gpu-clocks.service")
+
+
+def test_the_machine_is_called_the_same_in_every_job() -> None:
+    settings = written(dry_run(model="/opt/model"), "job.env")
+    assert "ASV_MACHINE=gpu-h200\n" in settings and "LAB_MODEL=/opt/model\n" in settings
+    assert "PYTHON=/opt/gpu-benchmark/bin/python\n" in settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"url": "http://github.com/a/b"}, "--url"),
+        ({"url": "https://github.com/a/b$(id)"}, "--url"),
+        ({"name": "H200"}, "--name"),
+        ({"name": "gpu-h200;id"}, "--name"),
+        ({"sha256": "abc"}, "--sha256"),
+        ({"clocks": "fast"}, "--clocks"),
+        ({"model": "models/a"}, "absolute"),
+        ({"model": "/opt/a\nb"}, "absolute"),
+        ({"tarball": None}, "--tarball"),
+        ({"token_file": None}, "a token is missing"),
+        ({"token_helper": "helper"}, "either"),
+        ({"colour": "red"}, "unknown option --colour"),
+        ({"url": ""}, "--url needs a value"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, str | None], said: str) -> None:
+    status, text = call(["--dry-run", *arguments(**changes)])
+    assert status == 2 and said in text
+    assert "+ write" not in text
+
+
+def test_only_root_sets_up() -> None:
+    options = {"user": 65534} if os.geteuid() == 0 else {}
+    status, text = call(arguments(), cwd="/", **options)
+    assert status == 2 and "must be run by root, not by" in text
+
+
+def test_help_is_the_head_of_the_file() -> None:
+    done = subprocess.run(
+        ["bash", str(SCRIPT), "--help"], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("Make a machine") and "--dry-run" in done.stdout
+    assert "pipefail" not in done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPT.parent.glob("*.sh")), ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
