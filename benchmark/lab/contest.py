@@ -136,7 +136,10 @@ def _serve(channel: Any, package: str, threads: int, scratch: str) -> None:
     torch.set_num_threads(threads)
     sessions: dict[Any, Any] = {}
     while True:
-        question = channel.recv()
+        try:
+            question = channel.recv()
+        except (EOFError, OSError):
+            return  # whoever asked has gone
         try:
             channel.send(_round(sessions, Path(scratch), *question))
         except Unsupported as error:
