@@ -298,11 +298,14 @@ def test_a_sentence_says_what_a_plot_shows(results: Results) -> None:
     text = texts.sentence(results, gpu, "decode", "us_per_token_ratio", "real-b1")
     pattern = (
         r"Fake GPU \(test\): 0\.1\d\d → 0\.1\d\d anchors/token from before the fixes to [0-9a-f]{8}, "
-        r"(0\.\d\d) times \[(0\.\d\d), (0\.\d\d)\]: better\. \([\d,]+ → [\d,]+ us/token\)"
+        r"(0\.\d\d) times \[(0\.\d\d), (0\.\d\d)\]: better\. "
+        r"\(([\d,]+) → [\d,]+ us/token, ([\d,]+) → [\d,]+ tokens/s\)"
     )
     match = re.fullmatch(pattern, text)
     assert match, text
     assert float(match[2]) < float(match[1]) < float(match[3]) < 0.85
+    us, tokens = (float(match[i].replace(",", "")) for i in (4, 5))
+    assert us * tokens == pytest.approx(1e6, rel=0.01)
     text = texts.sentence(results, gpu, "mixed", "us_per_token_ratio", "real-b4")
     assert "from #21840 merge_batch to" in text
     assert text.endswith("Stalls: before the fixes.")

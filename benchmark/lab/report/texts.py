@@ -67,8 +67,16 @@ def _absolute(
     ends: tuple[Commit, Commit],
 ) -> str:
     found = dict(results.line(machine, question, metric, case))
-    values = [wording.number(found[end].value) for end in dict.fromkeys(ends)]
-    return f"({' → '.join(values)} {results.questions[question].units.get(metric, '')})"
+    values = [found[end].value for end in dict.fromkeys(ends)]
+    text = _arrow(values, results.questions[question].units.get(metric, ""))
+    if metric == "us_per_token":
+        # What people know it as.
+        text += f", {_arrow([1e6 / value for value in values], 'tokens/s')}"
+    return f"({text})"
+
+
+def _arrow(values: Sequence[float], unit: str) -> str:
+    return f"{' → '.join(map(wording.number, values))} {unit}"
 
 
 def _gaps(line: Sequence[tuple[Commit, Reading]]) -> str:
