@@ -2,9 +2,9 @@
 """Is HEAD slower than BASE? A verdict for each metric, with an interval. (``make bench-gate``)
 
 Both packages are measured in turns, in pairs of processes (`lab.contest`), for as long as
-``--minutes`` say. The intervals hold all at once: where nothing has changed, a run that calls any metric
-faster or slower should be one in thirty (`lab.verdicts`); what it is has not been measured yet. BASE and
-HEAD are commits, or directories that hold ``sglang`` (``python`` is the working tree's).
+``--minutes`` say. The intervals hold all at once: where nothing has changed, one run in a hundred
+should call any metric faster or slower (`lab.verdicts`); ``docs/benchmarking.md`` says how many do.
+BASE and HEAD are commits, or directories that hold ``sglang`` (``python`` is the working tree's).
 
 The exit status is 1 if anything is slower, 2 if nothing could be measured, and with ``--strict`` 3 if
 there is something that cannot be told; else 0.

@@ -26,10 +26,10 @@ from typing import Final
 
 import numpy as np
 
-ALPHA: Final = 0.03
+ALPHA: Final = 0.01
 NUM_FLIPS: Final = 20_000
-MIN_PAIRS: Final = 7
-"""Six pairs have 64 ways of signs, too few for an error rate of 3% of all."""
+MIN_PAIRS: Final = 8
+"""Seven pairs have 128 ways of signs, of which two are alike: too few for an error rate of 1%."""
 
 CLIP: Final = 3 * 1.4826
 """By the median of sizes: three standard deviations of a normal distribution around 0."""

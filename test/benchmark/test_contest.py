@@ -104,7 +104,7 @@ def test_a_slower_package_is_found_from_the_command_line(tmp_path: Path) -> None
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
-    assert found["pairs"] == 7
+    assert found["pairs"] == 8
     verdicts = {v["metric"]: v for v in found["verdicts"]}
     assert verdicts["decode/tiny-b8 host_us_per_step"]["verdict"] == "slower"
     assert verdicts["decode/tiny-b8 host_us_per_step"]["low"] > 1.5
