@@ -6,8 +6,8 @@ Both packages are measured in turns, in pairs of processes (`lab.contest`), for 
 should call any metric faster or slower (`lab.verdicts`); ``docs/benchmarking.md`` says how many do.
 BASE and HEAD are commits, or directories that hold ``sglang`` (``python`` is the working tree's).
 
-The exit status is 1 if anything is slower, 2 if nothing could be measured, and with ``--strict`` 3 if
-there is something that cannot be told; else 0.
+The exit status is 1 if anything is slower or fails, 2 if nothing could be measured, and with
+``--strict`` 3 if there is something that cannot be told; else 0.
 
 Examples
 --------
@@ -25,10 +25,12 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +42,7 @@ REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
 from lab import contest, verdicts  # noqa: E402
+from lab.arguments import positive_float, positive_int  # noqa: E402
 from lab.cases import CASES  # noqa: E402
 from lab.contest import Contest, ContestError, Side  # noqa: E402
 
@@ -60,13 +63,20 @@ def side(repo: Path, name: str) -> Side:
     sha = git(repo, "rev-parse", "--verify", f"{name}^{{commit}}").strip()
     target = repo / ".asv" / "gate" / sha
     if not target.is_dir():
-        archive = subprocess.run(
-            ["git", "-C", str(repo), "archive", sha, "python"], check=True, capture_output=True
-        ).stdout
+        done = subprocess.run(
+            ["git", "-C", str(repo), "archive", sha, "python"], capture_output=True
+        )
+        if done.returncode != 0:
+            raise ProofError(f"{name} has no package: {done.stderr.decode().strip()}")
+        archive = done.stdout
         partial = target.with_name(f"{sha}.{os.getpid()}")
         with tarfile.open(fileobj=io.BytesIO(archive)) as members:
             members.extractall(partial, filter="data")
-        partial.rename(target)
+        try:
+            partial.rename(target)
+        except OSError:
+            # Another call was faster.
+            shutil.rmtree(partial)
     label = name if sha.startswith(name) else f"{name} ({sha[:8]})"
     return Side(label, str(target / "python"))
 
@@ -90,6 +100,8 @@ def compare(
         found = Contest(context, base, head, cases, rounds)
         tick("compiling")
         found.prepare()
+        if found.is_settled:
+            return found
         begun = time.monotonic()
         for done in range(1, MAX_PAIRS + 1):
             found.run_pair(tick)
@@ -115,7 +127,12 @@ def show(found: Sequence[verdicts.Verdict], sides: tuple[Side, Side], console: A
     for name in ("head ÷ base", "interval"):
         table.add_column(name, justify="right")
     table.add_column("verdict")
-    colors = {verdicts.SLOWER: "bold red", verdicts.FASTER: "green", verdicts.CANNOT_TELL: "yellow"}
+    colors = {
+        verdicts.FAILS: "bold red",
+        verdicts.SLOWER: "bold red",
+        verdicts.FASTER: "green",
+        verdicts.CANNOT_TELL: "yellow",
+    }
     before = ""
     for verdict in found:
         case, _, metric = verdict.metric.partition(" ")
@@ -123,12 +140,37 @@ def show(found: Sequence[verdicts.Verdict], sides: tuple[Side, Side], console: A
         table.add_row(
             case if case != before else "",
             metric,
-            f"{verdict.ratio:.3f}",
-            f"{verdict.low:.3f} .. {verdict.high:.3f}",
+            *_numbers(verdict),
             f"[{color}]{verdict.verdict}[/]",
         )
         before = case
     console.print(table)
+
+
+def _numbers(verdict: verdicts.Verdict) -> tuple[str, str]:
+    """Cells of the ratio and of its interval."""
+    if math.isnan(verdict.ratio):
+        return "", ""
+    if verdict.low == verdict.high:
+        return f"{verdict.ratio:.3f}", "exact"
+    return f"{verdict.ratio:.3f}", f"{verdict.low:.3f} .. {verdict.high:.3f}"
+
+
+def _as_json(found: Contest, judged: Sequence[verdicts.Verdict]) -> dict[str, Any]:
+    """For programs; what is no finite number is null."""
+    return {
+        "base": found.sides[0].name,
+        "head": found.sides[1].name,
+        "pairs": len(found.pairs),
+        "left_out": found.notes,
+        "verdicts": [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in asdict(verdict).items()
+            }
+            for verdict in judged
+        ],
+    }
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -138,31 +180,41 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("base", help="a commit, or a directory that holds sglang")
     parser.add_argument("head", help="likewise")
     parser.add_argument(
-        "--minutes", type=float, default=6.0, help="of measuring, about (default: %(default)s)"
+        "--minutes",
+        type=positive_float,
+        default=6.0,
+        help="of measuring, about (default: %(default)s)",
     )
     parser.add_argument(
-        "--cases", nargs="+", choices=sorted(CASES), metavar="CASE", default=list(contest.QUICK)
+        "--cases",
+        nargs="+",
+        choices=sorted(CASES),
+        metavar="CASE",
+        default=[*contest.QUICK_COUNTS, *contest.QUICK],
     )
     parser.add_argument(
-        "--rounds", type=int, help="of each case in a pair (default: 4 to 10, see lab.contest)"
+        "--rounds",
+        type=positive_int,
+        help="of each case in a pair (default: 4 to 10, see lab.contest)",
     )
     parser.add_argument(
-        "--tolerance", type=float, default=0.01, help="a smaller difference is none (default: 1%%)"
+        "--tolerance",
+        type=positive_float,
+        default=verdicts.TOLERANCE,
+        help="a smaller difference is none (default: 1%%)",
     )
     parser.add_argument(
-        "--margin", type=float, default=0.03, help="within which 'same' is certain (default: 3%%)"
+        "--margin",
+        type=positive_float,
+        default=0.03,
+        help="within which 'same' is certain (default: 3%%)",
     )
     parser.add_argument("--strict", action="store_true", help="fail where something cannot be told")
     parser.add_argument("--json", action="store_true", help="print JSON; the rest goes to stderr")
     parser.add_argument(
         "--repo", type=Path, default=REPO_ROOT, help="another checkout than this script's own"
     )
-    args = parser.parse_args(argv)
-    for name in ("minutes", "rounds", "tolerance", "margin"):
-        value = getattr(args, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            parser.error(f"argument --{name}: must be above 0, got {value}")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,6 +260,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bench_gate: interrupted", file=sys.stderr)
         return 130
+    except Exception:
+        # An uncaught one would end with 1, which says that something is slower.
+        traceback.print_exc()
+        return 2
     show(judged, sides, console)
     for note in found.notes:
         console.print(note, markup=False)
@@ -215,9 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     console.print(f"{len(found.pairs)} pairs, {time.monotonic() - started:.0f} s: {counts}")
     if args.json:
-        about = {"base": sides[0].name, "head": sides[1].name, "pairs": len(found.pairs)}
-        print(json.dumps(about | {"verdicts": [asdict(verdict) for verdict in judged]}, indent=2))
-    if verdicts.SLOWER in kinds:
+        print(json.dumps(_as_json(found, judged), indent=2))
+    if verdicts.SLOWER in kinds or verdicts.FAILS in kinds:
         return 1
     return 3 if args.strict and verdicts.CANNOT_TELL in kinds else 0
 

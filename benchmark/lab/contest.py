@@ -6,6 +6,8 @@ is compared is a pair. All are forked from one process that has torch in it alre
 pair differ in the package alone; and none takes seconds to start. Within a pair the sides take turns,
 case by case, in an order that is the other way round in each second round and each second pair.
 
+What is counted and not timed (transfers, bytes) is the same each time, and is asked of each side once.
+
 A round's metrics are those of `lab.metrics`, and ``cpu_us_per_token``: what all threads of the process
 have computed, and not waited, which a neighbour on the machine changes far less than the time.
 """
@@ -69,6 +71,16 @@ QUICK: Final = {
 }
 """The quick set. Host work that stands alone is measured most exactly, so it comes most often."""
 
+QUICK_COUNTS: Final = (
+    "transfers/plain-penalties-normal",
+    "transfers/plain-penalties",
+    "transfers/chain-penalties",
+    "transfers/tree-penalties",
+    "memory/plain-penalties",
+    "memory/tree-penalties",
+)
+"""What is counted in the quick set."""
+
 GATED: Final = (
     "cpu_us_per_token",
     "us_per_token",
@@ -81,6 +93,13 @@ GATED: Final = (
     "prepare_us",
     "merge_us",
     "filter_us",
+)
+COUNTED: Final = (
+    "blocking_per_step",
+    "transfers_per_step",
+    "transfer_bytes_per_step",
+    "peak_step_bytes",
+    "penalty_state_bytes",
 )
 """Metrics that verdicts are about; of each, smaller is better."""
 
@@ -119,8 +138,11 @@ class Pair:
         found = {}
         for case in self.base:
             base, head = ([_gated(r) for r in side[case]] for side in (self.base, self.head))
-            for name, value in verdicts.log_ratios(base, head).items():
-                found[f"{case} {name}"] = value
+            try:
+                ratios = verdicts.log_ratios(base, head)
+            except ValueError as error:
+                raise ContestError(f"{case}: {error}") from error
+            found |= {f"{case} {name}": value for name, value in ratios.items()}
         return found
 
 
@@ -143,11 +165,19 @@ def _serve(channel: Any, package: str, threads: int, scratch: str) -> None:
         except (EOFError, OSError):
             return  # whoever asked has gone
         try:
+            _import_package(package)
             channel.send(_round(sessions, Path(scratch), *question))
         except Unsupported as error:
             channel.send({"unsupported": str(error)})
         except Exception:
             channel.send({"error": traceback.format_exc(limit=-4)})
+
+
+def _import_package(package: str) -> None:
+    import sglang
+
+    if not Path(sglang.__file__).is_relative_to(package):
+        raise ImportError(f"sglang came from {sglang.__file__} and not from {package}")
 
 
 def _padding() -> list[bytearray]:
@@ -180,6 +210,13 @@ def _shortened(case: Case, name: str) -> Case:
     """A case as a contest runs it."""
     length = QUICK[name].output_len if name in QUICK else case.output_len
     return dataclasses.replace(case, output_len=min(length, case.output_len))
+
+
+def _compare_counts(
+    case: str, base: Mapping[str, float], head: Mapping[str, float]
+) -> list[verdicts.Verdict]:
+    names = [name for name in COUNTED if name in base and name in head]
+    return [verdicts.count(f"{case} {name}", base[name], head[name]) for name in names]
 
 
 class Worker:
@@ -294,23 +331,52 @@ class Contest:
         self._threads = threads
         self.pairs: list[Pair] = []
         self.notes: list[str] = []
+        self._fixed: list[verdicts.Verdict] = []
 
     def prepare(self) -> None:
-        """See what both sides can do, and let each compile what it keeps.
+        """See what both sides can do, count what is counted, and let each compile what it keeps.
+
+        A case that only the head fails at is a verdict; one that the base fails at, or has no API for,
+        is left out.
 
         Raises
         ------
         ContestError
-            If a side fails at its work, or none is left that both can do.
+            If no case is left that both can do, and no verdict.
         """
-        for side in self.sides:
-            with Worker(self._context, side, self._threads) as worker:
-                for case in list(self._cases):
-                    if worker.run(case, warm_up=True) is None:
-                        self._cases.remove(case)
-                        self.notes.append(f"{case} left out: {side.name} has no API for it")
-        if not self._cases:
-            raise ContestError("there is no case that both can do")
+        found = [self._try(side) for side in self.sides]
+        for case in list(self._cases):
+            base, head = (answers[case] for answers in found)
+            if isinstance(base, str):
+                self._leave_out(case, f"{self.sides[0].name}: {base}")
+            elif isinstance(head, str):
+                self._leave_out(case, f"{self.sides[1].name}: {head}")
+                self._fixed.append(verdicts.failure(case))
+            elif not CASES[case].varies:
+                self._cases.remove(case)
+                self._fixed += _compare_counts(case, base, head)
+        if not self._cases and not self._fixed:
+            raise ContestError("; ".join(["there is no case that both can do", *self.notes]))
+
+    def _leave_out(self, case: str, why: str) -> None:
+        self._cases.remove(case)
+        self.notes.append(f"{case} left out: {why}")
+
+    def _try(self, side: Side) -> dict[str, dict[str, float] | str]:
+        """By case: what a short round gave, or why there is none."""
+        found: dict[str, dict[str, float] | str] = {}
+        with ExitStack() as stack:
+            worker = None
+            for case in self._cases:
+                if worker is None:
+                    worker = stack.enter_context(Worker(self._context, side, self._threads))
+                try:
+                    metrics = worker.run(case, warm_up=True)
+                    found[case] = "has no API for it" if metrics is None else metrics
+                except ContestError as error:
+                    found[case] = str(error).partition(": ")[2] or str(error)
+                    worker = None  # its engine cannot be trusted any more
+        return found
 
     def run_pair(self, tick: Callable[[str], None] = lambda what: None) -> Pair:
         """Measure with one more pair of processes; `tick` is told of each step."""
@@ -345,9 +411,25 @@ class Contest:
                 if (turn + 1) * self._rounds[case] // most > done:
                     yield case, done
 
-    def judge(self, **how: float) -> list[verdicts.Verdict]:
-        """Verdicts on what all pairs have, see `lab.verdicts.judge`."""
+    def judge(self, tolerance: float = verdicts.TOLERANCE, **how: float) -> list[verdicts.Verdict]:
+        """Verdicts on what was counted and on what all pairs have, see `lab.verdicts.judge`.
+
+        Raises
+        ------
+        ContestError
+            If nothing that was measured is what verdicts are about.
+        """
+        fixed = [verdict.within(tolerance) for verdict in self._fixed]
         rows = [pair.log_ratios() for pair in self.pairs]
-        names = [name for name in rows[0] if all(name in row for row in rows)]
+        names = [name for name in (rows or [{}])[0] if all(name in row for row in rows)]
+        if not names:
+            if not fixed:
+                raise ContestError("nothing was measured that verdicts are about")
+            return fixed
         logs = np.array([[row[name] for name in names] for row in rows])
-        return verdicts.judge(names, logs, **how)
+        return fixed + verdicts.judge(names, logs, tolerance=tolerance, **how)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to be measured in pairs."""
+        return not self._cases

@@ -19,6 +19,7 @@ signs, so what was said of signs holds of the cut numbers too.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,11 @@ MIN_PAIRS: Final = 8
 CLIP: Final = 3 * 1.4826
 """By the median of sizes: three standard deviations of a normal distribution around 0."""
 
+TOLERANCE: Final = 0.01
+"""A smaller difference is none, even where it is certain: moving a function does as much."""
+
 FASTER, SLOWER, SAME, CANNOT_TELL = "faster", "slower", "same", "cannot tell"
+FAILS = "fails"
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,9 @@ class Verdict:
     Attributes
     ----------
     metric : str
-    verdict : {"faster", "slower", "same", "cannot tell"}
-        Of the head, compared with the base.
+    verdict : {"faster", "slower", "same", "cannot tell", "fails"}
+        Of the head, compared with the base. Of what is counted, "slower" is more, and "faster" less.
+        What "fails" is a case that the base can do; its ratio is NaN.
     ratio : float
         Head by base; above 1 is slower.
     low, high : float
@@ -57,6 +63,23 @@ class Verdict:
     ratio: float
     low: float
     high: float
+
+    def within(self, tolerance: float) -> Verdict:
+        """The same where a difference is allowed that is no larger than that."""
+        is_small = abs(self.ratio - 1) <= tolerance
+        return dataclasses.replace(self, verdict=SAME) if is_small else self
+
+
+def failure(case: str) -> Verdict:
+    """Say that the head cannot do a case that the base can."""
+    return Verdict(case, FAILS, math.nan, math.nan, math.nan)
+
+
+def count(metric: str, base: float, head: float) -> Verdict:
+    """The verdict on something counted, which is the same each time: any difference is certain."""
+    ratio = 1.0 if base == head else head / base if base else math.inf
+    verdict = SAME if ratio == 1 else SLOWER if ratio > 1 else FASTER
+    return Verdict(metric, verdict, ratio, ratio, ratio)
 
 
 def intervals(
@@ -119,7 +142,7 @@ def judge(
     logs: np.ndarray,
     *,
     alpha: float = ALPHA,
-    tolerance: float = 0.01,
+    tolerance: float = TOLERANCE,
     margin: float = 0.03,
 ) -> list[Verdict]:
     """Verdicts on all metrics, of which each is better the smaller it is.
@@ -133,7 +156,7 @@ def judge(
     alpha : float
         Chance of a false "faster" or "slower" among all of them.
     tolerance : float
-        A difference that is smaller is "same" even where it is certain: moving a function does as much.
+        A difference that is smaller is "same" even where it is certain.
     margin : float
         "same" means that the interval lies within this, up and down. What is wider and has 1 in it
         cannot be told.
@@ -162,8 +185,17 @@ def log_ratios(
     ----------
     base, head : sequence of dict
         Metrics of each round; rounds of the same number were neighbours in time.
+
+    Raises
+    ------
+    ValueError
+        If a metric is not above 0; says which and what it is.
     """
     names = [name for name in base[0] if all(name in r for r in (*base, *head))]
+    for name in names:
+        for value in (r[name] for r in (*base, *head)):
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0 for a ratio, got {value}")
     return {
         name: float(
             np.median([math.log(h[name] / b[name]) for b, h in zip(base, head, strict=True)])
