@@ -9,8 +9,10 @@ stands in the step's preparation, in what makes its forward batch, or in what ha
 turn. A trial of ``same`` that calls any metric faster or slower is a false alarm; one of the others that
 calls none slower, or any faster, is a miss.
 
-Trials are appended to a file, one line of JSON each; a second call goes on where the first one ended.
-Two calls at once, with files of their own, are each other's busy neighbour.
+Trials are appended to a file, one line of JSON each, with what tells one gate from another: a
+checksum of its code, the time it had, its error rate. A second call goes on where the first one ended,
+with trials of the same gate. Two calls at once, with files of their own, are each other's busy
+neighbour.
 
 Examples
 --------
@@ -23,6 +25,7 @@ Examples
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -41,8 +44,11 @@ sys.path += [str(REPO_ROOT / "benchmark"), str(REPO_ROOT / "scripts")]
 
 from bench_gate import compare  # noqa: E402
 from lab import contest, verdicts  # noqa: E402
-from lab.contest import Side, Worker  # noqa: E402
+from lab.arguments import positive_float, positive_int  # noqa: E402
+from lab.contest import ContestError, Side, Worker  # noqa: E402
 
+# What a verdict depends on, before all.
+GATE_FILES: Final = ("contest.py", "hostwork.py", "verdicts.py")
 KINDS: Final = {"same": 0.0, "slow-5": 0.05, "slow-10": 0.10}
 TRIALS: Final = {"same": 40, "slow-5": 20, "slow-10": 20}
 CALIBRATED: Final = "scheduler/b8"
@@ -118,6 +124,7 @@ def calibrate(scratch: Path) -> float:
 
 def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None) -> None:
     """Run the trials that are not in the file yet, of each kind in turn."""
+    gate = describe_gate(minutes)
     with tempfile.TemporaryDirectory(prefix="gate-") as folder:
         scratch = Path(folder)
         whole = calibrate(scratch)
@@ -130,31 +137,45 @@ def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None
             for place, site in enumerate(SITES)
         }
         while most is None or most > 0:
-            done = [trial["kind"] for trial in read(out)]
+            done = [trial["kind"] for trial in read(out) if trial["gate"] == gate]
             left = {kind: TRIALS[kind] - done.count(kind) for kind in kinds}
             # The kind that is furthest behind.
             kind = max(left, key=lambda name: left[name] / TRIALS[name])
             if left[kind] <= 0:
                 return
-            started = time.monotonic()
-            load = os.getloadavg()[0]
-            cases = list(contest.QUICK)
             site = list(SITES)[done.count(kind) % len(SITES)]
-            head = heads[kind, site]
-            found = compare(base, head, cases, minutes, None, lambda *_: None, lambda _: None)
-            trial = {
-                "kind": kind,
-                "site": site,
-                "turns": turns[kind],
-                "pairs": len(found.pairs),
-                "seconds": round(time.monotonic() - started),
-                "load": [round(load, 2), round(os.getloadavg()[0], 2)],
-                "verdicts": [asdict(verdict) for verdict in found.judge()],
-            }
+            about = {"kind": kind, "site": site, "turns": turns[kind], "gate": gate}
+            trial = about | run_trial(base, heads[kind, site], minutes)
             with out.open("a") as sink:
                 sink.write(json.dumps(trial) + "\n")
             print(f"{kind}, {site}: {describe(trial)}", flush=True)
             most = None if most is None else most - 1
+
+
+def run_trial(base: Side, head: Side, minutes: float) -> dict[str, Any]:
+    """What a comparison found, or the error that it ended with."""
+    started = time.monotonic()
+    load = os.getloadavg()[0]
+    cases = list(contest.QUICK)
+    found: dict[str, Any] = {"pairs": 0, "verdicts": []}
+    try:
+        compared = compare(base, head, cases, minutes, None, lambda *_: None, lambda _: None)
+        found["pairs"] = len(compared.pairs)
+        found["verdicts"] = [asdict(verdict) for verdict in compared.judge()]
+    except ContestError as error:
+        found["error"] = str(error)
+    found["seconds"] = round(time.monotonic() - started)
+    found["load"] = [round(load, 2), round(os.getloadavg()[0], 2)]
+    return found
+
+
+def describe_gate(minutes: float) -> dict[str, Any]:
+    """What tells one gate from another."""
+    checksum = hashlib.sha256()
+    folder = REPO_ROOT / "benchmark" / "lab"
+    for name in GATE_FILES:
+        checksum.update((folder / name).read_bytes())
+    return {"code": checksum.hexdigest()[:12], "minutes": minutes, "alpha": verdicts.ALPHA}
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -163,7 +184,9 @@ def read(out: Path) -> list[dict[str, Any]]:
 
 
 def is_wrong(trial: dict[str, Any]) -> bool:
-    """Whether the gate was wrong: a false alarm, or a miss."""
+    """Whether the gate was wrong: a false alarm, a miss, or no answer."""
+    if "error" in trial:
+        return True
     kinds = [verdict["verdict"] for verdict in trial["verdicts"]]
     if trial["kind"] == "same":
         return verdicts.SLOWER in kinds or verdicts.FASTER in kinds
@@ -172,6 +195,8 @@ def is_wrong(trial: dict[str, Any]) -> bool:
 
 def describe(trial: dict[str, Any]) -> str:
     """A trial in a line."""
+    if "error" in trial:
+        return f"{trial['seconds']} s: {trial['error']}"
     kinds = [verdict["verdict"] for verdict in trial["verdicts"]]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     load = " to ".join(map(str, trial["load"]))
@@ -190,7 +215,8 @@ def bounds(wrong: int, trials: int) -> tuple[float, float]:
 
 def summarise(trials: Sequence[dict[str, Any]]) -> list[str]:
     """Lines about all trials of each kind."""
-    lines = []
+    gates = {json.dumps(trial["gate"], sort_keys=True) for trial in trials}
+    lines = [f"gate: {gate}" for gate in sorted(gates)]
     for kind in KINDS:
         chosen = [trial for trial in trials if trial["kind"] == kind]
         if not chosen:
@@ -212,9 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="gate_error_rates.py", description=summary)
     parser.add_argument("--out", type=Path, nargs="+", required=True, help="files of trials")
-    parser.add_argument("--minutes", type=float, default=6.0, help="of each comparison")
+    parser.add_argument("--minutes", type=positive_float, default=6.0, help="of each comparison")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--most", type=int, help="trials in this call")
+    parser.add_argument("--most", type=positive_int, help="trials in this call")
     parser.add_argument("--summary", action="store_true", help="only sum up")
     args = parser.parse_args(argv)
     if not args.summary:
