@@ -38,4 +38,4 @@ class DecodeMore(Decode):
         """Measure the rest."""
         return history.measure("decode", quick=False)
 
-    setup_cache.timeout = history.QUESTION_TIMEOUT_S
+    setup_cache.timeout = history.MORE_TIMEOUT_S

@@ -36,4 +36,4 @@ class MemoryMore(Memory):
         """Measure the rest."""
         return history.measure("memory", quick=False)
 
-    setup_cache.timeout = history.QUESTION_TIMEOUT_S
+    setup_cache.timeout = history.MORE_TIMEOUT_S

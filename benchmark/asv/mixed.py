@@ -49,4 +49,4 @@ class MixedMore(Mixed):
         """Measure the rest."""
         return history.measure("mixed", quick=False)
 
-    setup_cache.timeout = history.QUESTION_TIMEOUT_S
+    setup_cache.timeout = history.MORE_TIMEOUT_S

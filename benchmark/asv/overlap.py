@@ -40,4 +40,4 @@ class OverlapMore(Overlap):
         """Measure the rest."""
         return history.measure("overlap", quick=False)
 
-    setup_cache.timeout = history.QUESTION_TIMEOUT_S
+    setup_cache.timeout = history.MORE_TIMEOUT_S

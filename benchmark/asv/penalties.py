@@ -40,4 +40,4 @@ class PenaltiesMore(Penalties):
         """Measure the rest."""
         return history.measure("penalties", quick=False)
 
-    setup_cache.timeout = history.QUESTION_TIMEOUT_S
+    setup_cache.timeout = history.MORE_TIMEOUT_S

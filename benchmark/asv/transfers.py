@@ -37,4 +37,4 @@ class TransfersMore(Transfers):
         """Measure the rest."""
         return history.measure("transfers", quick=False)
 
-    setup_cache.timeout = history.QUESTION_TIMEOUT_S
+    setup_cache.timeout = history.MORE_TIMEOUT_S

@@ -34,7 +34,7 @@ import torch
 from lab import models
 from lab.cases import DRAFT_SHAPES, Case, Setup
 from lab.fake_engine import MEANT, watched_engine
-from lab.metrics import WorkNotDone
+from lab.metrics import WorkNotDone, check_pools, check_results
 from lab.transfer_ledger import Transfer, TransferLedger, blocking_of, render, totals_of
 
 PENALTIES: dict[str, dict[str, Any]] = {
@@ -106,6 +106,11 @@ def audit(
         The engine's default by default. Commits that have no choice yet have dense penalties.
     **engine_args
         For the engine.
+
+    Raises
+    ------
+    WorkNotDone
+        If the requests did not get their tokens, or left something behind.
     """
     decode_steps: list[int] = []
 
@@ -147,10 +152,12 @@ def audit(
         ):
             # Nothing runs yet that loading a model could hold up.
             ledger.transfers.clear()
-            engine.generate(
-                input_ids=models.random_prompts(512, 12, batch_size), sampling_params=params
-            )
-    transfers, chosen = ledger.transfers, len(decode_steps)
+            prompts = models.random_prompts(512, 12, batch_size)
+            results = engine.generate(input_ids=prompts, sampling_params=params)
+            transfers = list(ledger.transfers)
+            check_results(results, [len(p) for p in prompts], params["max_new_tokens"])
+            check_pools(engine.scheduler, timeout=10.0)
+    chosen = len(decode_steps)
     if phase == "decode":
         wanted = set(decode_steps[_EDGE : _EDGE + steps])
         transfers, chosen = [t for t in transfers if t.step in wanted], len(wanted)
@@ -186,10 +193,16 @@ class TransferSession:
     setup : Setup
     scratch : Path
         Not used.
+
+    Raises
+    ------
+    Unsupported
+        If the installed commit lacks a seam that this needs.
     """
 
     def __init__(self, setup: Setup, scratch: Path) -> None:
         del scratch
+        models.require_engine("observer", "thread_context")
         self._setup = setup
         self.progress: Callable[[], None] = lambda: None
 

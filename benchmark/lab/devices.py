@@ -21,7 +21,9 @@ def chosen() -> str:
     """
     import torch
 
-    name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
+    # That one is available may have been put about for the sake of code that is watched on another.
+    has_one = torch.cuda.device_count() > 0
+    name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if has_one else "cpu")
     if name not in ("cpu", "cuda"):
         raise ValueError(f"{DEVICE_VARIABLE} must be cpu or cuda, got {name!r}")
     return name

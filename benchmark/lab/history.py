@@ -5,9 +5,10 @@ commit, and its ``track_*`` methods read one of them each. asv takes smaller as 
 when it is larger is tracked as its inverse or its complement: tokens a second as microseconds a token,
 accepted length as steps a token, occupancy as the idle part.
 
-What varies is given to asv as samples, a round each, those of the first process first: it keeps their
-median, and its statistics (``stats_*``), and with ``--record-samples`` the samples themselves. What is
-the same in each round is a plain number.
+What varies is given to asv as samples, a round each, equally many from each of `lab.cases.PROCESSES`
+processes, those of the first process first. asv keeps their median, and its statistics (``stats_*``),
+and with ``--record-samples`` the samples themselves. What is the same in each round is a plain number,
+and so is the median of a case that was measured in another number of processes.
 
 A question whose cases take longer than a person waits has two classes. The first one has the quick set,
 and the one called ``...More`` the rest.
@@ -19,12 +20,15 @@ an error.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
+import statistics
 from typing import Any
 
-from lab.cases import QUESTIONS
+from lab.arguments import positive_int
+from lab.cases import PROCESSES, QUESTIONS
 from lab.run import Event, run_cases
 
 # Names a file that gets the events of the measurement, for whoever shows progress: asv keeps to itself
@@ -36,6 +40,8 @@ PROCESSES_VARIABLE = "LAB_PROCESSES"
 
 # Seconds that the cases of one question may take, on a busy machine.
 QUESTION_TIMEOUT_S = 1800
+# The same of those that the quick set leaves out.
+MORE_TIMEOUT_S = 7200
 
 Results = dict[str, dict[str, Any]]
 # What asv takes for a value that has samples.
@@ -61,7 +67,12 @@ def measure(question: str, quick: bool = True) -> Results:
 
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable)
-    return int(text) if text else None
+    if not text:
+        return None
+    try:
+        return positive_int(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{variable} {error}") from error
 
 
 def _tell(event: Event) -> None:
@@ -99,9 +110,17 @@ def value(results: Results, case: str, metric: str) -> float | Samples:
         raise RuntimeError(result["detail"])
     if result["outcome"] == "stalls":
         return math.nan
+    if any(metric not in round_ for round_ in result["rounds"]):
+        return math.nan  # not on this device
+    found = [round_[metric] for round_ in result["rounds"]]
+    if len(set(found)) == 1:
+        return float(found[0])
     # More digits than that are noise.
-    samples = [float(f"{round_[metric]:.5g}") for round_ in result["rounds"]]
-    return samples[0] if len(set(samples)) == 1 else {"samples": samples, "number": 1}
+    samples = [float(f"{value:.5g}") for value in found]
+    if result["processes"] != PROCESSES:
+        # Readers divide samples among so many processes.
+        return statistics.median(samples)
+    return {"samples": samples, "number": 1}
 
 
 def stalled(results: Results, case: str) -> float:

@@ -187,7 +187,7 @@ class MemorySession(Session):
         finally:
             gc.enable()
         metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
-        self.check_pools()
+        metrics.check_pools(self.engine.scheduler)
         peaks = self._boundaries.peaks[EDGE:-EDGE]
         if not peaks:
             raise metrics.WorkNotDone(f"{len(self._boundaries.peaks)} decode steps are too few")

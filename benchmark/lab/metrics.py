@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -269,6 +270,35 @@ def check_steps(round_: Round) -> None:
     for step in round_.steps:
         if step.record.forward_end < step.record.forward_start:
             raise WorkNotDone(f"forward {step.record.step} ended before it started")
+
+
+def check_pools(scheduler: Any, timeout: float = 0.0) -> None:
+    """See that all KV slots and rows are free.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+        Of an engine that has nothing to do.
+    timeout : float
+        Seconds that its last forward may still take.
+
+    Raises
+    ------
+    WorkNotDone
+        If not; says how many are.
+    """
+    limit = time.perf_counter() + timeout
+    wanted = (scheduler.max_total_num_tokens, scheduler.req_to_token_pool.size)
+    while True:
+        slots = scheduler.token_to_kv_pool_allocator.available_size()
+        rows = scheduler.req_to_token_pool.available_size()
+        if (slots, rows) == wanted:
+            return
+        if time.perf_counter() > limit:
+            raise WorkNotDone(
+                f"{slots} KV slots and {rows} rows are free at rest, of {wanted[0]} and {wanted[1]}"
+            )
+        time.sleep(0.001)
 
 
 def check_scores(results: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]]) -> None:

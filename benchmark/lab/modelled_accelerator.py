@@ -93,6 +93,7 @@ class ModelledAccelerator:
         self._schedule_thread: int | None = None
         self._drain: Callable[[], None] = lambda: None
         self._cycles_per_s: float | None = None
+        self._delays: list[tuple[Any, Any]] = []
         # When the last forward ended on the modelled stream.
         self._free_at = self._ended = 0.0
         self._last: Any = None
@@ -142,13 +143,29 @@ class ModelledAccelerator:
         of the model, unless what it did took longer than the forward may.
         """
         if self._cycles_per_s is not None:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             torch.cuda._sleep(int(self.forward_s * self._cycles_per_s))
+            end.record()
+            self._delays.append((start, end))
             return
         _wake_up_in_time()
         self._free_at = max(max(submitted, self._free_at) + self.forward_s, time.perf_counter())
         while (rest := self._free_at - time.perf_counter()) > 0:
             time.sleep(rest)
         self._ended = self._free_at
+
+    def take_forward_s(self) -> float:
+        """How long a forward has taken since the last call, in seconds; nothing may run.
+
+        On CUDA it is the mean of what the delay kernels took: a GPU's clock changes under load.
+        """
+        if not self._delays:
+            return self.forward_s
+        torch.cuda.synchronize()
+        taken = statistics.fmean(start.elapsed_time(end) for start, end in self._delays) / 1e3
+        self._delays.clear()
+        return taken
 
     def hold_up(self, site: str) -> None:
         """Called for each line that calls PyTorch: wait if it blocks."""
@@ -275,7 +292,7 @@ def cycles_per_second() -> float:
 def occupancy_metrics(
     steps: Sequence[Step],
     forward_s: float,
-    stalls: Sequence[float] = (),
+    stalls: Sequence[float] | None = (),
     wake_ups: Sequence[float] = (),
 ) -> dict[str, float]:
     """Metrics of a round's decode steps but the first and the last few.
@@ -286,8 +303,9 @@ def occupancy_metrics(
         Of one round.
     forward_s : float
         ``T``, in seconds.
-    stalls : sequence of float
-        Seconds for which the host was held up in these steps.
+    stalls : sequence of float, optional
+        Seconds for which the host was held up in these steps. None where that is not seen, as on CUDA:
+        the host's time then has it in it, and what follows from stalls is left out.
     wake_ups : sequence of float
         Seconds that it took to go on after a forward that it had waited for.
 
@@ -309,7 +327,7 @@ def occupancy_metrics(
     decodes = [step for step in steps if step.decodes]
     if len(decodes) < 2 * EDGE + 2:
         raise WorkNotDone(f"{len(decodes)} decode steps are too few")
-    per_step, stall = len(stalls) / len(decodes), sum(stalls) / len(decodes)
+    per_step, stall = len(stalls or ()) / len(decodes), sum(stalls or ()) / len(decodes)
     decodes = decodes[EDGE:-EDGE]
     gaps = [b.delivered - a.delivered for a, b in itertools.pairwise(decodes)]
     latencies = [gap / step.tokens_per_request for gap, step in zip(gaps, decodes[1:], strict=True)]
@@ -317,19 +335,21 @@ def occupancy_metrics(
     host = prepare + statistics.mean(s.record.process_time for s in decodes)
     occupancy = forward_s * len(gaps) / sum(gaps)
     wake_up = percentile(wake_ups, 50) if wake_ups else 0.0
-    return {
+    found = {
         "fwd_occupancy": occupancy,
         "forwards_per_step": 1 / occupancy,
         "itl_p50_ms": 1e3 * percentile(latencies, 50),
         "itl_p99_ms": 1e3 * percentile(latencies, 99),
         "host_us_per_step": 1e6 * host,
         "prepare_us_per_step": 1e6 * prepare,
-        "stalls_per_step": per_step,
         "wake_up_us": 1e6 * wake_up,
-        "fwd_occupancy_predicted": predicted_occupancy(
-            forward_s, prepare, host - prepare, wake_up, stalls=per_step > 0.5
-        ),
     }
+    if stalls is not None:
+        found["stalls_per_step"] = per_step
+        found["fwd_occupancy_predicted"] = predicted_occupancy(
+            forward_s, prepare, host - prepare, wake_up, stalls=per_step > 0.5
+        )
+    return found
 
 
 def predicted_occupancy(
@@ -363,6 +383,7 @@ _COLUMNS: Final = {
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
+    from lab.arguments import positive_int
     from lab.run import package_folder
 
     parser = argparse.ArgumentParser(
@@ -372,7 +393,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--speculative", nargs="+", choices=("none", "chain"), default=[])
     parser.add_argument("--batch-size", nargs="+", type=int, choices=(1, 8, 64), default=[])
     parser.add_argument("--forward-ms", nargs="+", type=int, choices=(1, 2, 5, 10), default=[])
-    parser.add_argument("--rounds", type=int, help="rounds a case")
+    parser.add_argument("--rounds", type=positive_int, help="rounds a case")
     parser.add_argument(
         "--package", type=package_folder, help="directory that holds another sglang to measure"
     )
@@ -419,7 +440,11 @@ def _print_table(cases: Sequence[Any], found: dict[str, Any]) -> None:
         result = found[f"overlap/{case.name}"]
         cells = [f"[bold]{result['outcome']}[/]"]
         if "metrics" in result:
-            cells = [form.format(result["metrics"][key]) for key, (_, form) in _COLUMNS.items()]
+            metrics = result["metrics"]
+            cells = [
+                form.format(metrics[key]) if key in metrics else ""
+                for key, (_, form) in _COLUMNS.items()
+            ]
         where = (case.setup.speculative, str(case.batch_size), str(case.forward_ms))
         table.add_row(*where, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -49,6 +50,21 @@ TASKS = (
 
 class Unsupported(RuntimeError):
     """This commit or this checkout lacks what a case needs."""
+
+
+def require_engine(*names: str) -> None:
+    """See that the installed commit's `sglang.Engine` has these parameters.
+
+    Raises
+    ------
+    Unsupported
+        If it lacks one; says which.
+    """
+    import sglang
+
+    known = inspect.signature(sglang.Engine.__init__).parameters
+    if missing := [name for name in names if name not in known]:
+        raise Unsupported(f"this commit's Engine takes no {' and no '.join(missing)}")
 
 
 def write_tiny_model(directory: Path, draft: bool = False, **overrides: Any) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.arguments import positive_int
 from lab.cases import CASES
 from lab.formats import significant
 from lab.metrics import summarise
@@ -251,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "cases", nargs="*", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}"
     )
-    parser.add_argument("--threads", type=int, help="instead of what each setup says")
-    parser.add_argument("--rounds", type=int, help="rounds a case, in each process")
-    parser.add_argument("--processes", type=int, help="processes a case")
+    parser.add_argument("--threads", type=positive_int, help="instead of what each setup says")
+    parser.add_argument("--rounds", type=positive_int, help="rounds a case, in each process")
+    parser.add_argument("--processes", type=positive_int, help="processes a case")
     parser.add_argument(
         "--package", type=package_folder, help="directory that holds another sglang to measure"
     )

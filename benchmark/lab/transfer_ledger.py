@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lab import fake_device
+from lab import devices, fake_device
 
 H2D: Final = "H2D"
 D2H: Final = "D2H"
@@ -146,7 +146,8 @@ class TransferLedger:
     Parameters
     ----------
     device_type : str, optional
-        Type of the device to watch. By default ``"cuda"`` where there is one, else the fake device.
+        Type of the device to watch. By default ``"cuda"`` where that is measured (see `lab.devices`),
+        else the fake device.
     mode : {"record", "raise"}
         Whether a blocking transfer that is not meant raises `BlockingTransfer` where it happens, and,
         should it get lost there, once more at the end.
@@ -166,8 +167,7 @@ class TransferLedger:
         if mode not in ("record", "raise"):
             raise ValueError(f"mode must be 'record' or 'raise', got {mode!r}")
         if device_type is None:
-            # That one is available may have been put about for the sake of the code that is watched.
-            device_type = "cuda" if torch.cuda.device_count() > 0 else fake_device.NAME
+            device_type = "cuda" if devices.chosen() == "cuda" else fake_device.NAME
         self.device_type = device_type
         self.is_fake = device_type == fake_device.NAME
         self.mode = mode

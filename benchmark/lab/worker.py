@@ -166,7 +166,7 @@ def measure_all(
             return
         if anchor is not None:
             anchor.wait_until_ready()
-        about = {"engine": _where_the_engine_is()}
+        about: dict[str, Any] = {"engine": _where_the_engine_is()}
         for name, case in zip(names, cases, strict=True):
             try:
                 found = measure(session, case, name, rounds or case.rounds, anchor, events, stall_s)
@@ -175,8 +175,9 @@ def measure_all(
                 detail = f"{type(error).__name__}: {error}"
                 if outcome == "failed":
                     detail = traceback.format_exc(limit=-3).strip()
-                left = session.unfinished(case) if outcome == "stalls" else 0
-                events.result(name, outcome, detail=detail, unfinished=left, **about)
+                if outcome == "stalls":
+                    about["unfinished"] = session.unfinished(case)
+                events.result(name, outcome, detail=detail, **about)
                 # Its engine cannot be trusted any more, nor closed.
                 raise
             events.result(name, "done", **found, **about)
@@ -184,9 +185,12 @@ def measure_all(
 
 
 def _outcome(case: Case, error: Exception) -> str:
-    """A mixed workload that the engine cannot serve, and which so kills it, *stalls*."""
-    died = "the engine has died" in str(error)
-    return "stalls" if isinstance(error, Stalled) or (case.kind == "mixed" and died) else "failed"
+    """A mixed workload that the engine cannot serve, and which may kill it, *stalls*.
+
+    Of any other work it is a failure not to be done.
+    """
+    stalled = isinstance(error, Stalled) or "the engine has died" in str(error)
+    return "stalls" if stalled and case.kind == "mixed" else "failed"
 
 
 def _where_the_engine_is() -> str:

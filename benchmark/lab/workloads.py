@@ -7,7 +7,6 @@ a commit cannot do the work of a case, its engine stalls for good, and nothing i
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import queue
 import threading
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from lab import devices, metrics, models
 from lab.cases import DRAFT_SHAPES, Case, Setup
 from lab.metrics import Round, Step
-from lab.models import Unsupported
 
 if TYPE_CHECKING:
     from lab.modelled_accelerator import ModelledAccelerator
@@ -208,9 +206,7 @@ class Session:
         import sglang
         from sglang.srt.model_executor.model_runner import ModelRunner
 
-        known = inspect.signature(sglang.Engine.__init__).parameters
-        if not {"observer", "model_runner_class"} <= known.keys():
-            raise Unsupported("this commit's Engine takes no observer or no model runner")
+        models.require_engine("observer", "model_runner_class", *overrides)
         self.setup = setup
         self.paths = Paths.of(setup, scratch)
         self.probe = self.make_probe()
@@ -280,7 +276,7 @@ class Session:
             "mixed": self._mixed,
         }
         found = kinds[case.kind](case)
-        self.check_pools()
+        metrics.check_pools(self.engine.scheduler)
         return found
 
     def take_steps(self) -> list[Step]:
@@ -325,13 +321,16 @@ class Session:
 
         accelerator, prompts = self.accelerator, self.prompts(case)
         accelerator.forward_s = case.forward_ms / 1e3
+        accelerator.take_forward_s()
         accelerator.stalls.clear()
         accelerator.wake_ups.clear()
         with quick_switches():
             round_ = self.generate(prompts, sampling_params(case))
         metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
+        # On CUDA nothing but the device knows of them.
+        stalls = None if accelerator.device == "cuda" else accelerator.stalls
         return occupancy_metrics(
-            round_.steps, accelerator.forward_s, accelerator.stalls, accelerator.wake_ups
+            round_.steps, accelerator.take_forward_s(), stalls, accelerator.wake_ups
         )
 
     def _scheduler(self, case: Case) -> dict[str, float]:
@@ -339,17 +338,6 @@ class Session:
 
         host = {"host_us_per_step": self._decode(case)["host_us_per_step"]}
         return host | hostwork.moves(case.batch_size, case.output_len)
-
-    def check_pools(self) -> None:
-        """At rest, all KV slots and rows are free."""
-        scheduler = self.engine.scheduler
-        slots = scheduler.token_to_kv_pool_allocator.available_size()
-        rows = scheduler.req_to_token_pool.available_size()
-        wanted = (scheduler.max_total_num_tokens, scheduler.req_to_token_pool.size)
-        if (slots, rows) != wanted:
-            raise metrics.WorkNotDone(
-                f"{slots} KV slots and {rows} rows are free at rest, of {wanted[0]} and {wanted[1]}"
-            )
 
 
 @dataclass

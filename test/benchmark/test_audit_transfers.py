@@ -77,3 +77,31 @@ def test_a_round_along_history(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(audit_transfers, "audit", lambda *args, **kwargs: few)
     with pytest.raises(WorkNotDone, match="7 decode steps were seen, not 8"):
         session.run_round(case)
+
+
+def test_requests_without_their_tokens_are_no_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lab import audit_transfers
+    from lab.metrics import WorkNotDone
+
+    check = audit_transfers.check_results
+    monkeypatch.setattr(
+        audit_transfers, "check_results", lambda results, lens, most: check(results[1:], lens, most)
+    )
+    with pytest.raises(WorkNotDone):
+        audit_transfers.audit(steps=2)
+
+
+def test_slots_that_are_left_behind_are_named() -> None:
+    from types import SimpleNamespace
+
+    from lab.metrics import WorkNotDone, check_pools
+
+    free = iter([9, 9, 10, 10])
+    scheduler = SimpleNamespace(
+        max_total_num_tokens=10,
+        req_to_token_pool=SimpleNamespace(size=4, available_size=lambda: 4),
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: next(free)),
+    )
+    with pytest.raises(WorkNotDone, match="9 KV slots and 4 rows are free at rest, of 10 and 4"):
+        check_pools(scheduler)
+    check_pools(scheduler, timeout=5.0)  # the last forward gives them back

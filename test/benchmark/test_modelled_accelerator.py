@@ -71,6 +71,28 @@ def test_metrics() -> None:
     without = occupancy_metrics(steps(12, 6e-3), 5e-3)
     assert (without["stalls_per_step"], without["wake_up_us"]) == (0, 0)
     assert without["fwd_occupancy_predicted"] == 1
+    # Where stalls are not seen there is nothing to be said of them.
+    unseen = occupancy_metrics(steps(12, 6e-3), 5e-3, None)
+    assert not {"stalls_per_step", "fwd_occupancy_predicted"} & unseen.keys()
+    assert unseen["fwd_occupancy"] == without["fwd_occupancy"]
+
+
+def test_delay_kernels_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward takes what the kernels took, and not what they were asked for."""
+
+    class Event:
+        def __init__(self, ms: float) -> None:
+            self._ms = ms
+
+        def elapsed_time(self, end: Event) -> float:
+            return end._ms - self._ms
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    accelerator = ModelledAccelerator(frozenset())
+    assert accelerator.take_forward_s() == accelerator.forward_s == 0.005
+    accelerator._delays = [(Event(1.0), Event(6.5)), (Event(7.0), Event(13.5))]
+    assert accelerator.take_forward_s() == pytest.approx(0.006)
+    assert accelerator.take_forward_s() == 0.005  # taken
 
 
 def test_the_edges_do_not_count() -> None:

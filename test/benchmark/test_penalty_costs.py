@@ -455,3 +455,16 @@ def test_a_round_along_history(case: Any, tmp_path: Path) -> None:
     found = session.run_round(replace(case, batch_size=2, setup=setup))
     assert found.keys() == {"us_per_step", "us_per_join"} and min(found.values()) > 0
     session.close()
+
+
+def test_a_block_that_was_launched_too_late_is_done_again_with_fewer_steps() -> None:
+    asked: list[int] = []
+
+    def stepper(steps: int) -> costs.Block:
+        asked.append(steps)
+        return costs.Block(steps, device=1e-3, is_late=steps > 6)
+
+    assert penalty_history._timely(stepper).steps == 6
+    assert asked == [24, 12, 6]
+    with pytest.raises(WorkNotDone, match="did not wait"):
+        penalty_history._timely(lambda steps: costs.Block(steps, is_late=True))

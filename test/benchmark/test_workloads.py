@@ -343,12 +343,23 @@ def test_cases_of_one_setup_share_an_engine() -> None:
 
 def test_what_asv_gets_of_each_outcome() -> None:
     results = {
-        "good": {"outcome": "done", "rounds": [{"us": 123.456789, "n": 2}, {"us": 125, "n": 2}]},
+        "good": {
+            "outcome": "done",
+            "processes": 3,
+            "rounds": [{"us": us, "n": 1234567, "m": us} for us in (123.456789, 125, 124)],
+        },
         "stuck": {"outcome": "stalls", "detail": "no token", "unfinished": 3},
         "bad": {"outcome": "failed", "detail": "it broke"},
     }
-    assert history.value(results, "good", "us") == {"samples": [123.46, 125.0], "number": 1}
-    assert history.value(results, "good", "n") == 2.0
+    samples = {"samples": [123.46, 125.0, 124.0], "number": 1}
+    assert history.value(results, "good", "us") == samples
+    # A count is exact.
+    assert history.value(results, "good", "n") == 1234567
+    # Samples are divided among processes, so they are given of the usual number of these only.
+    few = {"good": results["good"] | {"processes": 1}}
+    assert history.value(few, "good", "us") == 124.0
+    del results["good"]["rounds"][1]["m"]
+    assert math.isnan(history.value(results, "good", "m"))  # what this device does not have
     assert math.isnan(history.value(results, "stuck", "us"))
     assert (history.stalled(results, "good"), history.stalled(results, "stuck")) == (0.0, 1.0)
     assert (history.unfinished(results, "good"), history.unfinished(results, "stuck")) == (0, 3)
@@ -360,6 +371,21 @@ def test_what_asv_gets_of_each_outcome() -> None:
             read()
     for case in results:
         history.require(results, case)  # all of them have the API
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(history.ROUNDS_VARIABLE, text)
+    with pytest.raises(ValueError, match=f"LAB_ROUNDS must be a whole number .* got '{text}'"):
+        history.measure("mixed")
+
+
+def test_what_does_not_go_on_stalls_only_where_that_is_the_question() -> None:
+    for error in (worker.Stalled("no token"), RuntimeError("the engine has died: leak")):
+        assert worker._outcome(CASES["mixed/tiny-b8"], error) == "stalls"
+        for name in ("decode/tiny-b8", "penalties/plain-b64", "transfers/plain"):
+            assert worker._outcome(CASES[name], error) == "failed"
+    assert worker._outcome(CASES["mixed/tiny-b8"], RuntimeError("something else")) == "failed"
 
 
 def test_events_reach_whoever_shows_progress(
