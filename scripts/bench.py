@@ -37,10 +37,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from asv_machine import make_known as make_machine_known
 from asv_site import SiteError, make_offline
+from process_sessions import end_session
 from prove_fixes import FIXES, TRAILER, ProofError, git, trailers
 
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
@@ -49,44 +50,64 @@ sys.path.append(str(REPO_ROOT / "benchmark"))
 from lab.cases import CASES, QUESTIONS  # noqa: E402
 from lab.formats import busy_notes, significant  # noqa: E402
 
-# By question: its metrics, each with its track_ method, the row's name, what turns the value into the
-# one shown, its significant digits, and whether more is better.
-Shown = tuple[str, str, Callable[[float], float], int, bool]
-_SAME: Callable[[float], float] = float
+
+class Shown(NamedTuple):
+    """A metric as the table shows it.
+
+    Attributes
+    ----------
+    track : str
+        Its ``track_`` method.
+    label : str
+    convert : callable
+        Turns the value that is tracked into the one that is shown.
+    digits : int
+        Significant ones.
+    more_is_better : bool
+    """
+
+    track: str
+    label: str
+    convert: Callable[[float], float] = float
+    digits: int = 3
+    more_is_better: bool = False
+
+
 _LATENCY: Final[tuple[Shown, ...]] = (
-    ("us_per_token", "tokens/s", lambda us: 1e6 / us, 4, True),
-    ("itl_p50_ms", "ITL p50, ms", _SAME, 3, False),
-    ("itl_p99_ms", "ITL p99, ms", _SAME, 3, False),
+    Shown("us_per_token", "tokens/s", lambda us: 1e6 / us, 4, True),
+    Shown("itl_p50_ms", "ITL p50, ms"),
+    Shown("itl_p99_ms", "ITL p99, ms"),
 )
+# By question.
 METRICS: Final[dict[str, tuple[Shown, ...]]] = {
     "decode": (
         *_LATENCY,
-        ("forward_idle", "forward occupancy", lambda x: 1 - x, 3, True),
-        ("steps_per_token", "accepted length", lambda x: 1 / x, 3, True),
+        Shown("forward_idle", "forward occupancy", lambda x: 1 - x, more_is_better=True),
+        Shown("steps_per_token", "accepted length", lambda x: 1 / x, more_is_better=True),
     ),
-    "mixed": (*_LATENCY, ("score_p50_ms", "scoring p50, ms", _SAME, 3, False)),
+    "mixed": (*_LATENCY, Shown("score_p50_ms", "scoring p50, ms")),
     "overlap": (
-        ("model_forwards_per_step", "MODEL occupancy", lambda x: 1 / x, 3, True),
-        ("model_itl_p50_ms", "MODEL ITL p50, ms", _SAME, 3, False),
+        Shown("model_forwards_per_step", "MODEL occupancy", lambda x: 1 / x, more_is_better=True),
+        Shown("model_itl_p50_ms", "MODEL ITL p50, ms"),
     ),
     "transfers": (
-        ("blocking_per_step", "blocking transfers/step", _SAME, 2, False),
-        ("transfer_bytes_per_step", "bytes/step", _SAME, 4, False),
+        Shown("blocking_per_step", "blocking transfers/step", digits=2),
+        Shown("transfer_bytes_per_step", "bytes/step", digits=4),
     ),
     "penalties": (
-        ("us_per_step", "penalties, us/step", _SAME, 3, False),
-        ("us_per_step_ratio", "the same by a dense pass", _SAME, 3, False),
-        ("us_per_join", "finish and join, us", _SAME, 3, False),
+        Shown("us_per_step", "penalties, us/step"),
+        Shown("us_per_step_ratio", "the same by a dense pass"),
+        Shown("us_per_join", "finish and join, us"),
     ),
     "scheduler": (
-        ("host_us_per_step", "host, us/step", _SAME, 3, False),
-        ("prepare_us", "prepare, us", _SAME, 3, False),
-        ("merge_us", "merge, us", _SAME, 3, False),
-        ("filter_us", "filter, us", _SAME, 3, False),
+        Shown("host_us_per_step", "host, us/step"),
+        Shown("prepare_us", "prepare, us"),
+        Shown("merge_us", "merge, us"),
+        Shown("filter_us", "filter, us"),
     ),
     "memory": (
-        ("peak_step_bytes", "peak of a step, MB", lambda n: n / 1e6, 3, False),
-        ("penalty_state_bytes", "penalties, MB", lambda n: n / 1e6, 3, False),
+        Shown("peak_step_bytes", "peak of a step, MB", lambda n: n / 1e6),
+        Shown("penalty_state_bytes", "penalties, MB", lambda n: n / 1e6),
     ),
 }
 # asv's regular expression for the classes of the quick sets: all that are not called ...More.
@@ -241,8 +262,8 @@ def run_asv(repo: Path, shas: Sequence[str], options: Sequence[str], progress: P
                 _follow_log(asv, log, shas, progress)
             return asv.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(asv.pid, signal.SIGKILL)
+            # asv puts what it starts into groups of their own.
+            end_session(asv.pid)
             asv.wait()
             ended.set()
             tail.join()
@@ -319,10 +340,9 @@ def load_results(repo: Path, machine: str, sha: str) -> Values:
 
 def cell(values: Values, group: str, metric: Shown, case: str) -> tuple[str, float | None]:
     """What the table says of one metric of a case on one commit, and its value as tracked."""
-    track, _, show, digits, _ = metric
     if values.get((f"{group}.track_stalled", case)) == 1:
         return "[bold red]stalls[/]", None
-    key = (f"{group}.track_{track}", case)
+    key = (f"{group}.track_{metric.track}", case)
     if key not in values:
         return "[dim]not measured[/]", None
     value = values[key]
@@ -330,7 +350,7 @@ def cell(values: Values, group: str, metric: Shown, case: str) -> tuple[str, flo
         return "[red]failed[/]", None
     if math.isnan(value):
         return "[dim]n/a[/]", None
-    return significant(show(value), digits), value
+    return significant(metric.convert(value), metric.digits), value
 
 
 def rows(found: Sequence[Values]) -> Iterator[tuple[str, str, str, list[str], bool]]:
@@ -344,8 +364,8 @@ def rows(found: Sequence[Values]) -> Iterator[tuple[str, str, str, list[str], bo
                 continue
             for metric in shown:
                 cells = _cells(found, group, metric, case)
-                arrow = "↑" if metric[4] else "↓"
-                yield group, case, f"{metric[1]} {arrow}", cells, metric is shown[-1]
+                arrow = "↑" if metric.more_is_better else "↓"
+                yield group, case, f"{metric.label} {arrow}", cells, metric is shown[-1]
 
 
 def _cells(found: Sequence[Values], group: str, metric: Shown, case: str) -> list[str]:
@@ -354,7 +374,7 @@ def _cells(found: Sequence[Values], group: str, metric: Shown, case: str) -> lis
     for values in found:
         text, value = cell(values, group, metric, case)
         if value is not None:
-            shown = metric[2](value)
+            shown = metric.convert(value)
             text += f" [dim]{shown / first:.2f}×[/]" if first else ""
             first = first or shown
         cells.append(text)

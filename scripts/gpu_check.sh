@@ -54,17 +54,19 @@ for name in "${all[@]}"; do rm -f "$out/$name.json" "$out/$name.log" "$out/$name
 rm -f "$out/tests.xml" "$out/summary.json"
 
 device=cuda
-# Limits in seconds, 470 in all. Two steps of several parts end by themselves before that.
-tests=140 sync_debug=45 kernels=75 occupancy=95 asv=115
+# Limits in seconds; with what a step has to end in, the look for a GPU and the table, 480 in all. Two steps
+# of several parts end by themselves before that.
+tests=130 sync_debug=40 kernels=66 occupancy=82 asv=98
+grace=5 probe=20 table=15
 home=(env)
 sync_options=(--steps 32)
 cells=(--device cuda --cells 'b(8|64)-v128256' --seconds 0.4)
-sides=(--seconds 85)
-marks=(--seconds 105 --rounds 1 --processes 1)
+sides=(--seconds 72)
+marks=(--seconds 88 --rounds 1 --processes 1)
 if ((dry)); then
   device=cpu
   # Nothing is fast here, and nothing is at stake.
-  tests=240 sync_debug=240 kernels=240 occupancy=240 asv=240
+  tests=240 sync_debug=240 kernels=240 occupancy=240 asv=240 table=60
   # A machine that is none is nothing to tell asv of for good.
   mkdir -p "$out/home" || exit 2
   home=(env "HOME=$out/home" "ASV_MACHINE=dry-run")
@@ -73,7 +75,8 @@ if ((dry)); then
   sides=(--seconds 230 --cases overlap/chain-b8-t5ms
     --model-options '--model tiny --batch-size 2 --output-len 8 --rounds 1')
   marks=(--seconds 230 --rounds 1 --processes 1 --most 1 --bench '^penalties\.Penalties\.')
-elif ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+elif ! timeout --kill-after=2 "$probe" \
+  "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo 'gpu_check: torch sees no CUDA device; --dry-run runs the steps on the CPU' >&2
   exit 2
 fi
@@ -86,7 +89,7 @@ step() { # NAME SECONDS COMMAND...
   [[ ${#only[@]} -eq 0 || " ${only[*]} " == *" $name "* ]] || return 0
   printf '\n== %s (at most %d s)\n' "$name" "$limit"
   # Interrupted, and not ended, a step still writes what it has found so far.
-  timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+  timeout --signal=INT --kill-after="$grace" "$limit" "$@" 2>&1 | tee "$out/$name.log"
   status=${PIPESTATUS[0]}
   ((status)) && failed=1
   printf '{"step": "%s", "device": "%s", "status": %d, "seconds": %d}\n' \
@@ -109,5 +112,5 @@ step asv "$asv" "${home[@]}" "$PYTHON" scripts/gpu_landmarks.py asv "${marks[@]}
   --device "$device" --results "$out/asv" --json "$out/asv-found.json"
 
 printf '\n'
-"$PYTHON" scripts/gpu_summary.py "$out" || failed=1
+timeout --kill-after=2 "$table" "$PYTHON" scripts/gpu_summary.py "$out" || failed=1
 exit "$failed"

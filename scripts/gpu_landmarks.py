@@ -32,7 +32,6 @@ Examples
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import math
@@ -52,13 +51,16 @@ from typing import Any, Final
 from asv_machine import make_known
 from bench import BenchError, landmarks
 from bench_gate import side
+from gpu_results import merged
+from process_sessions import end_session, ending_with_us
 from prove_fixes import FIXES, ProofError, fix_commit, git, trailers
 
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
+from lab import devices  # noqa: E402
+from lab.arguments import positive_float, positive_int  # noqa: E402
 from lab.cases import CASES  # noqa: E402
-from lab.devices import DEVICE_VARIABLE  # noqa: E402
 from lab.history import PROCESSES_VARIABLE, ROUNDS_VARIABLE  # noqa: E402
 from lab.remote import environment  # noqa: E402
 from lab.run import by_setup, run_cases  # noqa: E402
@@ -259,8 +261,7 @@ def _delayed(
             continue
         outcome = run_cases([case], package=package.folder, rounds=1, processes=1)[case]
         result.detail[name] = {k: v for k, v in outcome.items() if k != "rounds"}
-        if "metrics" in outcome:
-            setattr(result, name, outcome["metrics"]["fwd_occupancy"])
+        setattr(result, name, outcome.get("metrics", {}).get("fwd_occupancy"))
         say(f"{result.what}, {name} #{FIX}: {_shown(getattr(result, name), outcome)}")
 
 
@@ -280,7 +281,7 @@ def _with_model(
         outcome = _run_model(package, device, clock.left, options)
         result.detail[name] = outcome
         if "metrics" in outcome:
-            setattr(result, name, outcome["metrics"]["forward_occupancy"])
+            setattr(result, name, outcome["metrics"].get("forward_occupancy"))
             result.what = f"chain-b{outcome['batch_size']}-penalties, model {outcome['model']}"
         say(f"{result.what}, {name} #{FIX}: {_shown(getattr(result, name), outcome)}")
 
@@ -306,6 +307,8 @@ def _run_model(
 def _shown(value: float | None, outcome: dict[str, Any]) -> str:
     if value is not None:
         return f"{value:.4f}"
+    if "metrics" in outcome:
+        return f"{outcome.get('outcome')}, without its occupancy"
     return f"{outcome.get('outcome')} {str(outcome.get('detail', ''))[-500:]}".strip()
 
 
@@ -313,6 +316,8 @@ def run_group(
     command: Sequence[str], env: dict[str, str], folder: Path, seconds: float
 ) -> tuple[int, str]:
     """Run a command and end all that it started, after so many seconds at the latest.
+
+    Whatever ends this process meanwhile ends the command too.
 
     Returns
     -------
@@ -333,20 +338,19 @@ def run_group(
         start_new_session=True,
     )
     try:
-        text, _ = child.communicate(timeout=seconds)
-        return child.returncode, text
-    except subprocess.TimeoutExpired as error:
-        _end(child)
-        said = error.output or ""
-        return 124, said if isinstance(said, str) else said.decode(errors="replace")
+        with ending_with_us(child.pid):
+            try:
+                text, _ = child.communicate(timeout=seconds)
+                return child.returncode, text
+            except subprocess.TimeoutExpired as error:
+                said = error.output or ""
+                return 124, said if isinstance(said, str) else said.decode(errors="replace")
+            finally:
+                end_session(child.pid)
     finally:
-        _end(child)
-
-
-def _end(child: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+        # Also where there could be no watcher.
+        child.kill()
+        child.wait()
 
 
 # --- The landmarks, by asv ----------------------------------------------------------------------
@@ -362,8 +366,10 @@ class Measured:
     names : list of str
     how : {"asv", "lab"}
     outcome : {"done", "failed", "not reached"}
+        Failed has also what failed in part; time may have run out with a part of the results there.
     values, without : int
-        Results that are numbers, and those that are none: skipped, stalled or failed.
+        What this run has found: results that are numbers, and those that are none, skipped, stalled or
+        failed.
     seconds : float
     detail : str
     """
@@ -444,24 +450,39 @@ def run_asv(
     is ended by the clock leaves nothing.
     """
     found[:] = [Measured(mark.sha, mark.names, "asv") for mark in marks]
-    with tempfile.TemporaryDirectory(prefix="landmarks-") as scratch:
-        config = write_config(repo, results, Path(scratch))
-        for mark, one in zip(marks, found, strict=True):
-            if clock.left < 5:
-                break
-            started = time.monotonic()
-            env = asv_environment(mark.folder)
+    for mark, one in zip(marks, found, strict=True):
+        if clock.left < 5:
+            break
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="landmarks-") as scratch:
+            # A folder of its own: what is there afterwards was measured now. asv would also put it
+            # beside what there is of the commit, whatever that was measured by.
+            fresh = Path(scratch) / "results"
+            config = write_config(repo, fresh, Path(scratch))
             command = asv_command(config, mark.sha, machine, bench)
+            env = asv_environment(mark.folder)
             status, text = run_group(command, env, Path(scratch), clock.left)
-            one.seconds = time.monotonic() - started
-            settle(results, machine, mark.sha)
-            one.values, one.without = count(results, machine, mark.sha)
-            one.outcome = "done" if one.values else "failed"
-            if status == 124:
-                one.outcome = "done" if one.values else "not reached"
-            if one.outcome == "failed":
-                one.detail = f"exit status {status}: {text[-2000:]}"
-            say(f"{mark.sha[:8]} {'; '.join(mark.names)}: {_told(one)}")
+            one.values, one.without = settle(fresh, results, machine, mark.sha)
+        one.seconds = time.monotonic() - started
+        one.outcome = judge(status, one.values)
+        if one.outcome == "failed":
+            one.detail = f"exit status {status}: {text[-2000:]}"
+        say(f"{mark.sha[:8]} {'; '.join(mark.names)}: {_told(one)}")
+
+
+def judge(status: int, values: int) -> str:
+    """What came of a commit.
+
+    Parameters
+    ----------
+    status : int
+        asv's exit status: 2 if any benchmark failed. 124 if time ran out.
+    values : int
+        Numbers that it has written, which it does last of all.
+    """
+    if status == 124 and not values:
+        return "not reached"
+    return "done" if status in (0, 124) and values else "failed"
 
 
 def discover(repo: Path, results: Path) -> Path:
@@ -489,39 +510,60 @@ def discover(repo: Path, results: Path) -> Path:
     return target
 
 
-def settle(results: Path, machine: str, sha: str) -> None:
-    """Name the interpreter of fresh results by its version.
+def settle(fresh: Path, results: Path, machine: str, sha: str) -> tuple[int, int]:
+    """Put fresh results of a commit beside the others, with the interpreter named by its version.
 
     asv names an existing environment by the path of its interpreter, and makes that path a parameter:
     an interpreter that moves would begin another line in asv's graphs. What there is of the commit
-    already stays, but for what has been measured again.
+    already stays, but for what has been measured again, if it was measured by the same (see
+    `gpu_results.merged`).
+
+    Returns
+    -------
+    int
+        Fresh results that are numbers.
+    int
+        Fresh results that are none.
     """
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     environment_name = f"existing-py{version}"
     target = results / machine / f"{sha[:8]}-{environment_name}.json"
-    for path in sorted((results / machine).glob(f"{sha[:8]}-existing-*.json")):
-        if path == target:
+    values = without = 0
+    for path in sorted((fresh / machine).glob(f"{sha[:8]}-existing-*.json")):
+        try:
+            document = json.loads(path.read_text())
+        except ValueError:  # of an asv that was ended while it wrote
             continue
-        document = json.loads(path.read_text())
+        numbers, others = count(document)
+        values, without = values + numbers, without + others
         document |= {"env_name": environment_name, "python": version}
         document["params"]["python"] = version
         if target.is_file():
-            before = json.loads(target.read_text())
-            for key in ("results", "durations"):
-                document[key] = before[key] | document[key]
-        target.write_text(json.dumps(document) + "\n")
-        path.unlink()
+            document = merged(json.loads(target.read_text()), document)
+        _replace(target, json.dumps(document) + "\n")
+    # What asv says of machine and benchmarks goes with them.
+    for name in (f"{machine}/machine.json", "benchmarks.json"):
+        if values + without and (fresh / name).is_file():
+            _replace(results / name, (fresh / name).read_text())
+    return values, without
 
 
-def count(results: Path, machine: str, sha: str) -> tuple[int, int]:
-    """Numbers that asv keeps of a commit, and results without one."""
+def _replace(path: Path, text: str) -> None:
+    """Write a file which is there as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def count(document: dict[str, Any]) -> tuple[int, int]:
+    """Numbers among results of asv, and results without one."""
     values = without = 0
-    for path in (results / machine).glob(f"{sha[:8]}-*.json"):
-        for columns in json.loads(path.read_text())["results"].values():
-            for value in (columns[0] if columns else None) or [None]:
-                is_number = isinstance(value, int | float) and not math.isnan(value)
-                values += is_number
-                without += not is_number
+    for columns in document["results"].values():
+        for value in (columns[0] if columns else None) or [None]:
+            is_number = isinstance(value, int | float) and not math.isnan(value)
+            values += is_number
+            without += not is_number
     return values, without
 
 
@@ -538,9 +580,16 @@ def run_lab(
     """Measure the cases of the same questions without asv.
 
     What is told of each commit goes into `found`, and what was measured into `everything`, by commit.
+
+    Raises
+    ------
+    BenchError
+        If there is no such case.
     """
     questions = {match[1] for regex in bench if (match := _STEM.match(regex))}
     cases = [name for name, case in CASES.items() if _is_chosen(name, case, questions)]
+    if not cases:
+        raise BenchError(f"there is no case for {', '.join(bench)}")
     found[:] = [Measured(mark.sha, mark.names, "lab") for mark in marks]
     for mark, one in zip(marks, found, strict=True):
         started = time.monotonic()
@@ -553,9 +602,13 @@ def run_lab(
             one.seconds = time.monotonic() - started
             one.values = sum(result["outcome"] == "done" for result in results.values())
             one.without = len(results) - one.values
-            one.outcome = "done" if one.values else "failed"
-            failed = [r.get("detail", "") for r in results.values() if r["outcome"] != "done"]
-            one.detail = str(failed[0])[-2000:] if failed and not one.values else ""
+            # One that stalls, or that a commit has no API for, has been found out about.
+            failed = [r.get("detail", "") for r in results.values() if r["outcome"] == "failed"]
+            others = [r.get("detail", "") for r in results.values() if r["outcome"] != "done"]
+            if failed or not one.values:
+                one.outcome, one.detail = "failed", str([*failed, *others][0])[-2000:]
+            elif len(results) == len(cases):
+                one.outcome = "done"
             say(f"{mark.sha[:8]} {'; '.join(mark.names)}: {_told(one)}")
 
 
@@ -592,25 +645,34 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="what asv calls this machine (default: ASV_MACHINE, else what it knows)",
     )
     marks.add_argument("--results", type=Path, default=REPO_ROOT / ".asv" / "results")
-    marks.add_argument("--rounds", type=int, help="rounds a case, in each process")
-    marks.add_argument("--processes", type=int, help="processes a case")
-    marks.add_argument("--most", type=int, help="commits at most")
+    marks.add_argument("--rounds", type=positive_int, help="rounds a case, in each process")
+    marks.add_argument("--processes", type=positive_int, help="processes a case")
+    marks.add_argument("--most", type=positive_int, help="commits at most")
     marks.add_argument("--only", action="store_true", help="only the commits of --commit")
     known = what.add_parser("discover", help="asv's list of benchmarks")
     known.add_argument("--results", type=Path, default=REPO_ROOT / ".asv" / "results")
     for command in (taken, marks):
         command.add_argument("--commit", action="append", default=[], metavar="NAME")
     for command in (both, marks):
-        command.add_argument("--device", choices=("cpu", "cuda"), help="CUDA where there is one")
-        command.add_argument("--seconds", type=float, default=3600.0, help="end after so many")
+        command.add_argument(
+            "--device", choices=("cpu", "cuda"), help="LAB_DEVICE, else CUDA if there"
+        )
+        command.add_argument(
+            "--seconds", type=positive_float, default=3600.0, help="end after so many"
+        )
         command.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.what == "asv" and args.only and not args.commit:
+        marks.error("--only without --commit leaves nothing to measure")
+    return args
 
 
-def _device(asked: str | None) -> str:
-    import torch
-
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+def _settle_device(asked: str | None) -> str:
+    """Name of the device, which processes of the laboratory take from the environment."""
+    if asked is not None:
+        os.environ[devices.DEVICE_VARIABLE] = asked
+    name = os.environ[devices.DEVICE_VARIABLE] = devices.chosen()
+    return name
 
 
 def _write(path: Path | None, document: dict[str, Any]) -> None:
@@ -623,10 +685,11 @@ def _main_occupancy(args: argparse.Namespace) -> int:
         if case not in CASES:
             raise BenchError(f"there is no case {case!r}")
     found = packages(REPO_ROOT)
+    device = _settle_device(args.device)
     clock, options = Clock(args.seconds), args.model_options.split()
     results: list[Occupancy] = []
     try:
-        for result in occupancy(found, _device(args.device), clock, args.cases, options):
+        for result in occupancy(found, device, clock, args.cases, options):
             results.append(result)
     finally:
         document = {"before": found.before.sha, "after": found.after.sha}
@@ -645,15 +708,16 @@ def _main_asv(args: argparse.Namespace) -> int:
     if args.only:
         named = set(args.commit)
         marks = [mark for mark in marks if named & set(mark.names)]
+    if not marks:
+        raise BenchError("there is no commit to measure")
     marks = by_importance(marks)[: args.most]
     bench = args.bench or [BENCH]
     clock = Clock(args.seconds)
     for name, number in ((ROUNDS_VARIABLE, args.rounds), (PROCESSES_VARIABLE, args.processes)):
         if number is not None:
             os.environ[name] = str(number)
-    os.environ[DEVICE_VARIABLE] = _device(args.device)
     document: dict[str, Any] = {
-        "device": os.environ[DEVICE_VARIABLE],
+        "device": _settle_device(args.device),
         "skipped": why_no_asv(REPO_ROOT),
     }
     found: list[Measured] = []
@@ -699,4 +763,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Either ends what was started and leaves what was found. A shell that starts this in the background
+    # would have it ignore the first.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -7,8 +7,9 @@
 ``accept``
     Take asv's results out of what the machine sent into a folder of results. A job has run on that
     machine, so nothing of it is believed: files have the names and sizes that they should have, are JSON
-    of the form that asv writes, and no text in them has a character that a page could take for markup.
-    They are written anew from what was read. Nothing is executed, and nothing there is deleted.
+    of the form that asv writes, and no text in them could become markup on a page: none of ``<>&"``, and
+    ``'`` only around a name, as asv writes parameters of benchmarks.
+    They are written anew from what was read, and nothing is executed.
 
 Needs Python alone.
 
@@ -35,8 +36,10 @@ MACHINE: Final = re.compile(r"gpu-[a-z0-9][a-z0-9-]{0,40}")
 SHA: Final = re.compile(r"[0-9a-f]{40}")
 RESULT: Final = re.compile(r"([0-9a-f]{8})-existing-py3\.\d{1,2}\.json")
 BENCHMARK: Final = re.compile(r"\w{1,40}(\.\w{1,60}){1,3}")
-# Letters, digits and what versions, names of processors and parameters of benchmarks have.
-TEXT: Final = re.compile(r"[A-Za-z0-9 _.,:;@()/+='\[\]#%*~^!?-]{0,200}")
+# Letters, digits and what versions and names of processors have: nothing that begins an element of a
+# page, or ends an attribute in quotes of either kind. asv writes a parameter as Python does, a name in
+# quotes, and these may stand around a name alone: without space and equals sign it makes no attribute.
+TEXT: Final = re.compile(r"[A-Za-z0-9 _.,:;@()/+=\[\]#%*~^!?-]{0,200}|'[A-Za-z0-9_.:/-]{1,100}'")
 
 MOST_FILES: Final = 64
 MOST_COMMITS: Final = 8
@@ -55,6 +58,8 @@ RESULT_KEYS: Final = frozenset(
         *("result_columns", "results", "durations", "version"),
     )
 )
+# What results of a commit have in common, and so have to agree in. ``version`` is that of the form.
+SAME_KEYS: Final = ("params", "requirements", "env_vars", "python", "result_columns", "version")
 
 
 class RefusedError(ValueError):
@@ -107,6 +112,28 @@ def _git(repo: Path, *arguments: str) -> str:
 # --- Afterwards ---------------------------------------------------------------------------------
 
 
+def agree(before: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether two documents of a commit were measured by the same, and have the same columns."""
+    return all(before.get(key) == new.get(key) for key in SAME_KEYS)
+
+
+def merged(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Results of a commit: the new ones, and of those before what was not measured anew.
+
+    asv says in one place for all results of a commit by what they were measured, and what their columns
+    are. Where the two differ in any of that, what was before would pass for something else: then it is
+    left out.
+
+    Parameters
+    ----------
+    before, new : dict
+        Documents of asv.
+    """
+    if not agree(before, new):
+        return new
+    return new | {key: before.get(key, {}) | new[key] for key in ("results", "durations")}
+
+
 def accept(incoming: Path, results: Path) -> list[str]:
     """Take results; return the names of the files that were written, from `results` on.
 
@@ -117,7 +144,7 @@ def accept(incoming: Path, results: Path) -> list[str]:
         which is left: whoever publishes finds it out from the benchmarks.
     results : Path
         A folder of asv's results. What it has of the same commit stays, but for what was measured
-        anew.
+        anew, if it was measured by the same (see `merged`).
 
     Raises
     ------
@@ -142,8 +169,10 @@ def accept(incoming: Path, results: Path) -> list[str]:
         target = results / machine / path.name
         if target.is_file() and path.name != "machine.json":
             before = json.loads(target.read_text())
-            for key in ("results", "durations"):
-                document[key] = before.get(key, {}) | document[key]
+            if not agree(before, document):
+                text = "measured by something else before, which is left out"
+                print(f"gpu_results: {machine}/{path.name}: {text}", file=sys.stderr)
+            document = merged(before, document)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
         written.append(f"{machine}/{path.name}")

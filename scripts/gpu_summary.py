@@ -47,7 +47,7 @@ def read_kernels(folder: Path) -> tuple[Found, str]:
     document = json.loads((folder / "kernels-found.json").read_text())
     cells = []
     for cell in document["cells"]:
-        measured, predicted = cell["device_us"], cell["predicted_us"].get("sparse")
+        measured, predicted = cell.get("device_us"), cell.get("predicted_us", {}).get("sparse")
         if measured is not None and predicted:
             ratio = measured / predicted
             cells.append(
@@ -74,7 +74,7 @@ def read_occupancy(folder: Path) -> tuple[Found, str]:
     document = json.loads((folder / "occupancy-found.json").read_text())
     texts = []
     for result in document["results"]:
-        sides = [result["before"], result["after"]]
+        sides = [result.get("before"), result.get("after")]
         shown = " -> ".join("?" if side is None else f"{side:.3f}" for side in sides)
         texts.append(f"{shown} ({result['what']})")
     return document, "\n".join(texts)
@@ -122,7 +122,10 @@ def summarise(folder: Path) -> Found:
         try:
             step["found"], step["figures"] = read(folder)
         # Whatever a step left that was ended while it wrote; the others' figures are shown all the same.
-        except (OSError, ValueError, LookupError, TypeError, ElementTree.ParseError) as error:
+        except (
+            *(OSError, ValueError, LookupError, TypeError, AttributeError),
+            ElementTree.ParseError,
+        ) as error:
             step["found"], step["figures"] = None, f"says nothing ({type(error).__name__})"
         steps.append(step)
     return {"machine": gpu_fields(), "steps": steps}

@@ -31,17 +31,23 @@ if [[ -n ${TOKEN:-} ]]; then
   export TOKEN
 fi
 
+# Commit that the branch is at; nothing if there is no such branch.
+tip() {
+  local line
+  line=$(git "${settings[@]}" ls-remote --heads origin "refs/heads/$branch") || return 1
+  printf '%s' "${line%%[[:space:]]*}"
+}
+
 # In an empty folder. 1 if somebody else pushed meanwhile; what cannot be mended by another try ends it all.
 keep() {
   git init --quiet --initial-branch "$branch" || exit 1
   git remote add origin "$repository" || exit 1
-  local status=0
-  git "${settings[@]}" ls-remote --exit-code --heads origin "$branch" >/dev/null || status=$?
-  if ((status == 0)); then
-    git "${settings[@]}" fetch --quiet --depth 1 origin "$branch" || exit 1
+  local before='' now
+  now=$(tip) || exit 1
+  if [[ -n $now ]]; then
+    git "${settings[@]}" fetch --quiet --depth 1 origin "refs/heads/$branch" || exit 1
     git reset --quiet --hard FETCH_HEAD || exit 1
-  elif ((status != 2)); then # 2 is that there is no such branch
-    exit 1
+    before=$(git rev-parse HEAD) || exit 1
   fi
   mkdir -p results
   python3 -I "$here/gpu_results.py" accept "$incoming" results >accepted || exit 1
@@ -52,7 +58,12 @@ keep() {
   fi
   git "${settings[@]}" commit --quiet --message "Results of $(head -n 1 accepted | cut -d / -f 1)" \
     --message "Measured by ${SOURCE:-hand}: $(wc -l <accepted) files" || exit 1
-  git "${settings[@]}" push --quiet origin "HEAD:refs/heads/$branch" || return 1
+  if ! git "${settings[@]}" push --quiet origin "HEAD:refs/heads/$branch"; then
+    # Git has said why. Only a branch that has moved is a reason to begin anew.
+    now=$(tip) || exit 1
+    [[ $now != "$before" ]] || { echo 'the push failed, and nobody else has pushed' >&2; exit 1; }
+    return 1
+  fi
   cat accepted
 }
 
@@ -60,6 +71,6 @@ for attempt in 1 2 3; do
   mkdir "$scratch/$attempt"
   cd "$scratch/$attempt"
   if keep; then exit 0; fi
-  echo "somebody pushed meanwhile (attempt $attempt)" >&2
+  echo "the branch has moved meanwhile (attempt $attempt)" >&2
 done
 exit 1

@@ -23,26 +23,25 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Final
 
+from asv_machine import NONE
 from bench import BenchError, landmarks
 from prove_fixes import FIXES, ProofError, git
 
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
-from lab import history  # noqa: E402
+from lab.cases import PROCESSES  # noqa: E402
 from lab.report import wording  # noqa: E402
 from lab.report.data import Commit, Key, Machine, Measured, Question, Results  # noqa: E402
 from lab.report.page import render  # noqa: E402
 
 DEFAULT_RESULTS: Final = (".asv/results", "benchmark/results")
-# How `lab.history` measures, unless it says so itself.
-PROCESSES: Final = int(getattr(history, "PROCESSES", 3))
 BEFORE_FIXES: Final = "before the fixes"
 # What a fix is called on an axis, where its title is too long.
 FIX_NAMES: Final = {21840: "merge_batch", 28500: "penalties' copy"}
@@ -67,7 +66,13 @@ FACTS: Final = {
 # What is missed where it is not there.
 WANTED: Final = ("cpu", "python", "torch", "triton")
 GPU_WANTED: Final = ("driver", "cuda")
+# Where one of them differs, a machine's numbers are no longer the same measurement.
+STATE: Final = ("gpu", "driver", "cuda", "torch", "triton", "os")
 SKIPPED_FACTS: Final = {"machine", "version", "setuptools", "wheel", "tqdm", "rich", "jinja2"}
+
+
+# Name of a machine, and its `STATE`.
+State = tuple[str, ...]
 
 
 class ReportError(RuntimeError):
@@ -79,10 +84,28 @@ class ReportError(RuntimeError):
 
 @dataclass(frozen=True)
 class Found:
-    """A file of results and what describes its benchmarks."""
+    """A file of results, what describes its benchmarks, and what describes its machine."""
 
     results: Any
     benchmarks: Any
+    described: Mapping[str, Any]
+
+    @property
+    def sources(self) -> tuple[Mapping[str, Any], ...]:
+        """Where facts stand, first what was true when this was measured."""
+        # asv has no public name for what it has installed.
+        pins = getattr(self.results, "_requirements", None)
+        return self.results.params, pins if isinstance(pins, dict) else {}, self.described
+
+    def fact(self, key: str) -> str:
+        """A fact for people; empty where there is no such thing, or where it was not recorded."""
+        # A "none" is an answer too, and ends the search.
+        return _fact(key, next((s[key] for s in self.sources if s.get(key)), ""))
+
+    @property
+    def state(self) -> State:
+        """The machine and how it was when this was measured."""
+        return (self.results.params["machine"], *(self.fact(key) for key in STATE))
 
 
 def results_dirs(repo: Path, given: Sequence[Path]) -> list[Path]:
@@ -108,8 +131,8 @@ def _holds_results(path: Path) -> bool:
     return any(path.glob("*/machine.json"))
 
 
-def load(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[Any]]:
-    """Machines, benchmarks and results of a directory, as asv reads them."""
+def load(directory: Path) -> tuple[dict[str, Any], list[tuple[Any, dict[str, Any]]]]:
+    """Benchmarks of a directory, and its results, each with what describes its machine."""
     from asv.benchmarks import Benchmarks
     from asv.config import Config
     from asv.machine import Machine as AsvMachine
@@ -117,22 +140,20 @@ def load(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[An
     from asv.results import get_existing_hashes, iter_results_for_machine_and_hash
     from asv.util import UserError, load_json
 
-    machines: list[dict[str, Any]] = []
-    found: list[Any] = []
+    found: list[tuple[Any, dict[str, Any]]] = []
     try:
-        machines += [
-            load_json(path, AsvMachine.api_version) for path in iter_machine_files(str(directory))
-        ]
         conf = Config()
         conf.results_dir = str(directory)
         benchmarks = dict(Benchmarks.load(conf))
-        for machine in machines:
+        for path in iter_machine_files(str(directory)):
+            machine = load_json(path, AsvMachine.api_version)
             name = machine["machine"]
             for sha in sorted(get_existing_hashes(str(directory / name))):
-                found += iter_results_for_machine_and_hash(str(directory), name, sha)
+                of_commit = iter_results_for_machine_and_hash(str(directory), name, sha)
+                found += ((one, machine) for one in of_commit)
     except (UserError, KeyError, OSError) as error:
         raise ReportError(f"asv's results in {directory} cannot be read: {error}") from error
-    return machines, benchmarks, found
+    return benchmarks, found
 
 
 def values(found: Found) -> Iterator[tuple[str, str, str, str, Measured]]:
@@ -161,46 +182,51 @@ def outdated(found: Iterable[Found]) -> int:
 # --- Machines ---------------------------------------------------------------------------------
 
 
-def make_machines(described: Sequence[dict[str, Any]], found: Sequence[Found]) -> list[Machine]:
-    """Machines with their facts, those without a GPU first."""
-    machines = []
-    for facts in {facts["machine"]: facts for facts in described}.values():
-        name = facts["machine"]
-        of_machine = [f.results for f in found if f.results.params.get("machine") == name]
-        if of_machine:
-            machines.append(_machine(name, facts, of_machine))
-    labels = [machine.label for machine in machines]
-    machines = [
-        replace(m, label=f"{m.label} ({m.name})") if labels.count(m.label) > 1 else m
-        for m in machines
-    ]
-    return sorted(machines, key=lambda m: (m.is_gpu, m.label))
+def make_machines(found: Sequence[Found]) -> dict[State, Machine]:
+    """A machine for each state in which something was measured, those without a GPU first."""
+    by_state: dict[State, list[Found]] = {}
+    for one in found:
+        # Results of outdated benchmarks make no series.
+        if next(values(one), None):
+            by_state.setdefault(one.state, []).append(one)
+    machines = {
+        state: _machine(of_state, [other for other in by_state if other[0] == state[0]])
+        for state, of_state in by_state.items()
+    }
+    labels = [machine.label for machine in machines.values()]
+    for state, machine in machines.items():
+        if labels.count(machine.label) > 1:
+            machines[state] = replace(machine, label=f"{machine.label} ({machine.name})")
+    return dict(sorted(machines.items(), key=lambda item: (item[1].is_gpu, item[1].label)))
 
 
-def _machine(name: str, described: dict[str, Any], results: Sequence[Any]) -> Machine:
-    facts: dict[str, list[str]] = {}
-    sources = [described, *(r.params for r in results)]
-    for source in sources:
-        for key, value in source.items():
-            text, known = _fact(key, value), facts.setdefault(key, [])
-            # A machine's file may say more than a pin: 2.13.0+cu130 is 2.13.0 too.
-            if text and not any(other.startswith(text) for other in known):
-                known.append(text)
-    order = [*FACTS, *sorted(facts.keys() - FACTS.keys() - SKIPPED_FACTS)]
-    gpu = ", ".join(facts.get("gpu", []))
+def _machine(found: Sequence[Found], states: Sequence[State]) -> Machine:
+    """A machine in one of its states, called by what tells that from the others."""
+    keys = {key for one in found for source in one.sources for key in source}
+    facts = {
+        key: ", ".join(dict.fromkeys(fact for one in found if (fact := one.fact(key))))
+        for key in [*FACTS, *sorted(keys - FACTS.keys() - SKIPPED_FACTS)]
+    }
+    gpu, cores = facts["gpu"], facts["num_cpu"]
     wanted = [*WANTED, *(GPU_WANTED if gpu else ())]
     shown = {
-        FACTS.get(key, key): ", ".join(facts.get(key) or ["not recorded"])
-        for key in order
-        if facts.get(key) or key in wanted
+        FACTS.get(key, key): fact or "not recorded"
+        for key, fact in facts.items()
+        if fact or key in wanted
     }
-    cores = ", ".join(facts.get("num_cpu", []))
+    name, *state = found[0].state
     label = gpu or (f"CPU, {cores} cores" if cores else "CPU")
-    return Machine(name, label, bool(gpu), shown)
+    for place, key in enumerate(STATE):
+        # The label has the GPU anyway.
+        if key != "gpu" and len({other[1 + place] for other in states}) > 1:
+            label += f", {FACTS[key]} {state[place] or 'not recorded'}"
+    return Machine(name, label, bool(gpu), shown, tuple(state) if len(states) > 1 else ())
 
 
 def _fact(key: str, value: Any) -> str:
     text = str(value or "").strip()
+    if text == NONE:
+        return ""
     if key == "ram" and text.isdigit():
         return f"{int(text) / 2**30:.1f} GiB"
     # An environment that asv did not make itself has the path of its interpreter for a version.
@@ -352,20 +378,19 @@ def read(repo: Path, directories: Sequence[Path], processes: int = PROCESSES) ->
     ReportError
         If there are no results, or some that asv cannot read.
     """
-    described: list[dict[str, Any]] = []
     benchmarks: dict[str, Any] = {}
-    loaded: list[Any] = []
+    loaded: list[tuple[Any, dict[str, Any]]] = []
     for directory in directories:
-        machines, own, of_directory = load(directory)
-        described += machines
+        own, of_directory = load(directory)
         # Where directories differ in what a benchmark means, the first one has the word.
         benchmarks = own | benchmarks
         loaded += of_directory
-    found = [Found(one, benchmarks) for one in loaded]
+    found = [Found(one, benchmarks, machine) for one, machine in loaded]
     # What was measured last counts.
     found.sort(key=lambda f: max((v or 0 for v in f.results.started_at.values()), default=0))
+    machines = make_machines(found)
     measured = {
-        Key(f.results.params["machine"], f.results.commit_hash, question, metric, case): number
+        Key(machines[f.state].key, f.results.commit_hash, question, metric, case): number
         for f in found
         for question, _, metric, case, number in values(f)
     }
@@ -378,7 +403,7 @@ def read(repo: Path, directories: Sequence[Path], processes: int = PROCESSES) ->
             f"{wording.counted(number, 'result')} left out: the benchmarks mean something else by now."
         )
     return Results(
-        make_machines(described, found),
+        list(machines.values()),
         commits,
         make_questions(repo, found),
         measured,
@@ -447,6 +472,12 @@ def screenshot(page: Path, picture: Path, part: str) -> None:
         browser.close()
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     summary = (__doc__ or "").partition("\n")[0]
@@ -462,7 +493,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="the page (.asv/report.html)")
     parser.add_argument(
         "--processes",
-        type=int,
+        type=_count,
         default=PROCESSES,
         help="processes that the samples of a case come from (%(default)s)",
     )

@@ -21,7 +21,8 @@ set -euo pipefail
 user=gpu-runner
 etc=/etc/gpu-runner             # root's: settings, the token until it is used
 lib=/usr/local/lib/gpu-runner   # root's: the release, what prepares a job
-state=/var/lib/gpu-runner       # the runner's; made anew for each job
+state=/var/lib/gpu-runner       # root's too; the job's three folders in it are made anew for each
+folders="$state/runner $state/work $state/home"
 unit=/etc/systemd/system/gpu-runner.service
 clocks_unit=/etc/systemd/system/gpu-clocks.service
 labels=gpu-benchmark,ephemeral
@@ -67,6 +68,43 @@ check_options() {
     fail 'a token is missing: --token-file or --token-helper'
 }
 
+# Whether a file is root's, and nobody else's to change or to replace: the file, each link that leads to it
+# and each folder above those. Says what is not.
+is_roots() { # PATH
+  local path=$1 above folder links=0
+  while :; do
+    folder=$(cd -P -- "$(dirname -- "$path")" && pwd) || { printf '%s' "$path"; return 1; }
+    # As it is, and as it was called: a link on the way stands in a folder, too.
+    for above in "$folder" "$(dirname -- "$path")"; do
+      while :; do
+        [[ $(find -H "$above" -maxdepth 0 -type d -user root ! -perm /022) ]] ||
+          { printf '%s' "$above"; return 1; }
+        [[ $above == */*[!/]* ]] || break
+        above=$(dirname -- "$above")
+      done
+    done
+    path=${folder%/}/$(basename -- "$path")
+    [[ -L $path ]] || break
+    ((++links < 40)) || { printf '%s' "$path"; return 1; }
+    above=$(readlink -- "$path")
+    [[ $above == /* ]] || above=$folder/$above
+    path=$above
+  done
+  [[ $(find "$path" -maxdepth 0 -type f -user root ! -perm /022) ]] || { printf '%s' "$path"; return 1; }
+}
+
+check_python() {
+  local other environment
+  [[ -x $python ]] || fail "there is no $python"
+  other=$(is_roots "$python") || fail "$other must be root's, and nobody else's to write"
+  # What it imports runs as well.
+  environment=$(dirname -- "$(dirname -- "$python")")
+  if [[ -e $environment/pyvenv.cfg ]]; then
+    other=$(find "$environment" ! -type l \( ! -user root -o -perm /022 \) -print -quit)
+    [[ -z $other ]] || fail "$other must be root's, and nobody else's to write"
+  fi
+}
+
 check_machine() {
   ((dry)) && return
   ((EUID == 0)) || fail "must be run by root, not by $(id -un); --dry-run says what it would do"
@@ -82,11 +120,11 @@ check_machine() {
     done
     [[ $(id -u "$user") -ne 0 ]] || fail "$user is root"
   fi
-  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+  # Before root runs it.
+  check_python
+  "$python" -I -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     fail "$python sees no CUDA device"
-  "$python" -c 'import asv, triton' || fail "$python lacks asv or triton"
-  [[ $(find "$(dirname "$python")" -maxdepth 0 -user root ! -perm /022) ]] ||
-    fail "$(dirname "$python") must be root's, and nobody else's to write"
+  "$python" -I -c 'import asv, triton' || fail "$python lacks asv or triton"
 }
 
 # --- What is done ---------------------------------------------------------------------------------
@@ -117,6 +155,7 @@ make_user() {
   else
     run useradd --system --home-dir "$state/home" --no-create-home --shell /usr/sbin/nologin "$user"
   fi
+  run install -d -o root -g root -m 755 "$state"
 }
 
 unpack_runner() {
@@ -142,11 +181,13 @@ unpack_runner() {
 write_prepare() {
   put 755 "$lib/prepare" <<EOF
 #!/usr/bin/env bash
-# Written by setup_gpu_runner.sh. Makes the runner's folder anew, and registers for one job.
+# Written by setup_gpu_runner.sh. Makes the job's folders anew, and registers for one job.
 set -euo pipefail
 umask 077
-rm -rf $state/runner $state/work $state/home
-install -d -o $user -g $user -m 700 $state/runner $state/work $state/home
+# Nobody but root writes beside these folders, so that nothing there outlives a job.
+install -d -o root -g root -m 755 $state
+find $state -xdev -mindepth 1 -delete
+install -d -o $user -g $user -m 700 $folders
 cp -r $lib/release/. $state/runner
 cp $etc/job.env $state/runner/.env
 chown -R $user:$user $state/runner
@@ -225,19 +266,17 @@ WorkingDirectory=$state
 Environment=HOME=$state/home
 ExecStartPre=+$lib/prepare
 ExecStart=$state/runner/run.sh
-ExecStopPost=+/bin/rm -rf $state/runner $state/work $state/home
+ExecStopPost=+/usr/bin/env find $state -xdev -mindepth 1 -delete
 Restart=always
 RestartSec=15
 # Whatever a job has left running ends with it.
 KillMode=control-group
 TimeoutStopSec=30
-StateDirectory=gpu-runner
-StateDirectoryMode=0700
 UMask=0077
 
-# Reads the system, writes its own folder.
+# Reads the system, writes its own folders, which ExecStartPre= has made.
 ProtectSystem=strict
-ReadWritePaths=$state
+ReadWritePaths=$folders
 InaccessiblePaths=$etc
 ProtectHome=yes
 PrivateTmp=yes
@@ -268,8 +307,8 @@ ProtectHostname=yes
 ProtectProc=invisible
 RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
 
-# Of a machine in a cloud, whose address gives out its credentials.
-IPAddressDeny=169.254.0.0/16 fe80::/10
+# Where clouds give out the credentials of a machine.
+IPAddressDeny=169.254.0.0/16 fe80::/10 fd00:ec2::254 168.63.129.16 100.100.100.200
 TasksMax=4096
 OOMPolicy=stop
 

@@ -1,4 +1,4 @@
-"""Types of command line arguments, whose errors name the value; argparse adds the name."""
+"""Types of numbers on a command line, for argparse: what is none of them is refused with a reason."""
 
 from __future__ import annotations
 
@@ -7,22 +7,34 @@ import math
 
 
 def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
+    """A whole number of at least 1.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If it is none.
+    """
     try:
-        value = int(text)
+        number = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
+        number = 0
+    if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return value
+    return number
 
 
 def positive_float(text: str) -> float:
-    """A finite number above 0."""
+    """A finite number above 0.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If it is none.
+    """
     try:
-        value = float(text)
+        number = float(text)
     except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
         raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
-    return value
+    return number

@@ -48,6 +48,7 @@ PENALTIES["all"] = {name: value for kind in PENALTIES.values() for name, value i
 
 # Decode steps that are left out: those beside the prefill, and those beside the end.
 _EDGE = 2
+_VOCAB = 512
 
 
 @dataclass
@@ -119,49 +120,56 @@ def audit(
             decode_steps.append(record.step)
 
     with tempfile.TemporaryDirectory(prefix="lab-audit-") as scratch:
-        path = models.write_tiny_model(Path(scratch) / "tiny", vocab_size=512)
-        if speculative != "none":
-            draft = models.write_tiny_model(Path(scratch) / "draft", draft=True, vocab_size=512)
-            engine_args |= DRAFT_SHAPES[speculative] | {
-                "speculative_algorithm": "EAGLE",
-                "speculative_draft_model_path": draft,
-            }
-        # A speculative step may yield several tokens a request.
-        most = (
-            1 if speculative == "none" else DRAFT_SHAPES[speculative]["speculative_num_steps"] + 1
-        )
-        params = {
-            "max_new_tokens": (steps + 2 * _EDGE + 1) * most,
-            "ignore_eos": True,
-            "temperature": 0,
-            **PENALTIES[penalties],
-        }
-        engine_args = {"max_total_tokens": 4096, "dtype": "float32"} | engine_args
+        engine_args = _engine_args(Path(scratch), speculative) | engine_args
         engine_args |= _backend_args(penalty_backend)
         with (
             one_thread(),
             TransferLedger(mode=mode, allow=MEANT) as ledger,
-            watched_engine(
-                path,
-                ledger,
-                observer=observe,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                **engine_args,
-            ) as engine,
+            watched_engine(ledger=ledger, observer=observe, **engine_args) as engine,
         ):
             # Nothing runs yet that loading a model could hold up.
             ledger.transfers.clear()
-            prompts = models.random_prompts(512, 12, batch_size)
-            results = engine.generate(input_ids=prompts, sampling_params=params)
+            _generate(engine, batch_size, _output_len(speculative, steps), PENALTIES[penalties])
             transfers = list(ledger.transfers)
-            check_results(results, [len(p) for p in prompts], params["max_new_tokens"])
-            check_pools(engine.scheduler, timeout=10.0)
     chosen = len(decode_steps)
     if phase == "decode":
         wanted = set(decode_steps[_EDGE : _EDGE + steps])
         transfers, chosen = [t for t in transfers if t.step in wanted], len(wanted)
     return Audit(transfers, chosen, ledger.device_type)
+
+
+def _engine_args(scratch: Path, speculative: str) -> dict[str, Any]:
+    """Arguments for an engine with a tiny model, which is written below `scratch`."""
+    args: dict[str, Any] = {
+        "model_path": models.write_tiny_model(scratch / "tiny", vocab_size=_VOCAB),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_total_tokens": 4096,
+        "dtype": "float32",
+    }
+    if speculative != "none":
+        draft = models.write_tiny_model(scratch / "draft", draft=True, vocab_size=_VOCAB)
+        args |= DRAFT_SHAPES[speculative] | {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": draft,
+        }
+    return args
+
+
+def _output_len(speculative: str, steps: int) -> int:
+    """Tokens that take a request so many decode steps, and those at the edges, at least."""
+    # A speculative step may yield several tokens a request.
+    most = 1 if speculative == "none" else DRAFT_SHAPES[speculative]["speculative_num_steps"] + 1
+    return (steps + 2 * _EDGE + 1) * most
+
+
+def _generate(engine: Any, batch_size: int, output_len: int, penalties: dict[str, Any]) -> None:
+    """Run requests to their end, and see that they got there."""
+    prompts = models.random_prompts(_VOCAB, 12, batch_size)
+    params = {"max_new_tokens": output_len, "ignore_eos": True, "temperature": 0, **penalties}
+    results = engine.generate(input_ids=prompts, sampling_params=params)
+    check_results(results, [len(prompt) for prompt in prompts], output_len)
+    check_pools(engine.scheduler, timeout=10.0)
 
 
 @contextlib.contextmanager

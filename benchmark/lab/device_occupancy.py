@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lab import models
+from lab import devices, models
+from lab.arguments import positive_int
 from lab.cases import Case, Setup
 from lab.workloads import Session
 
@@ -104,26 +105,24 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; return the exit status."""
-    import torch
-
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="lab.device_occupancy", description=summary)
     parser.add_argument("--model", choices=MODELS, default="auto")
     parser.add_argument("--speculative", choices=("none", "chain", "tree"), default="chain")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="CUDA where there is one")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--output-len", type=int, default=64, help="tokens a request")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="LAB_DEVICE, else CUDA if there")
+    parser.add_argument("--batch-size", type=positive_int, default=8)
+    parser.add_argument("--output-len", type=positive_int, default=64, help="tokens a request")
+    parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
     args = parser.parse_args(argv)
-    for name in ("batch_size", "output_len", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(
-                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
-            )
+    if args.device is not None:
+        os.environ[devices.DEVICE_VARIABLE] = args.device
+    try:
+        device = devices.chosen()
+    except ValueError as error:
+        parser.error(str(error))
     import sglang
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = choose(args.model)
     metrics = measure(
         model, args.speculative, device, args.batch_size, args.output_len, args.rounds
@@ -138,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(f"model {model} on {device}, {args.speculative}, batch {args.batch_size}")
     for name in SHOWN:
-        print(f"  {name:18} {metrics[name]:.4g}")
+        if name in metrics:
+            print(f"  {name:18} {metrics[name]:.4g}")
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0

@@ -13,15 +13,19 @@ An engine with a tiny model decodes plainly, along chains and along trees, with 
 Without a GPU the first run does the same steps on the CPU, where nothing can raise, and the ledger
 watches the fake device.
 
-The exit status is 1 if anything waits.
+The work is checked, too: each request has the tokens that were asked for, and the pools are whole again.
+
+The exit status is 1 if anything waits, or if work was not done.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +33,8 @@ from typing import Any, Final
 
 import torch
 
-from lab import models
+from lab import devices, metrics, models
+from lab.arguments import positive_int
 from lab.audit_transfers import PENALTIES, audit, one_thread
 from lab.cases import DRAFT_SHAPES
 
@@ -38,6 +43,9 @@ RUNS: Final = (("none", "sparse"), ("chain", "sparse"), ("tree", "sparse"), ("ch
 # Decode steps that are left out at either end.
 EDGE: Final = 2
 _VOCAB: Final = 512
+_PROMPT_LEN: Final = 12
+# Seconds after which an engine that has given its results should be at rest.
+_REST_S: Final = 10.0
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Finding:
     steps : int
         Decode steps under the debug mode.
     raised : str or None
-        What PyTorch said of the first thing that waited.
+        What PyTorch said of the first thing that waited; or what work was not done.
     blocking : int
         Blocking transfers that the ledger saw and that are not meant.
     sites : list of str
@@ -122,8 +130,41 @@ def _nothing(mode: str) -> None:
     """On the CPU there is no such mode."""
 
 
+def check_pools(engine: Any, timeout: float = _REST_S) -> None:
+    """See that all KV slots and rows are free once the engine has come to rest.
+
+    Under overlap a step is under way when the last results come out.
+
+    Raises
+    ------
+    WorkNotDone
+        If they are not, after so many seconds.
+    """
+    scheduler = engine.scheduler
+    wanted = (scheduler.max_total_num_tokens, scheduler.req_to_token_pool.size)
+    limit = time.monotonic() + timeout
+    while True:
+        free = (
+            scheduler.token_to_kv_pool_allocator.available_size(),
+            scheduler.req_to_token_pool.available_size(),
+        )
+        if free == wanted:
+            return
+        if time.monotonic() > limit:
+            raise metrics.WorkNotDone(
+                f"{free[0]} KV slots and {free[1]} rows are free at rest, of {wanted[0]} and {wanted[1]}"
+            )
+        time.sleep(0.01)
+
+
 def decode_under_error(finding: Finding, steps: int, batch_size: int = 4) -> None:
-    """Decode with the debug mode on, and note in `finding` what raised."""
+    """Decode with the debug mode on, and note in `finding` what raised.
+
+    Raises
+    ------
+    WorkNotDone
+        If a request has not got its tokens, or leaves something behind in the pools.
+    """
     import sglang as sgl
 
     set_mode = torch.cuda.set_sync_debug_mode if finding.device == "cuda" else _nothing
@@ -155,16 +196,26 @@ def decode_under_error(finding: Finding, steps: int, batch_size: int = 4) -> Non
             observer=switch,
             **args,
         ) as engine:
-            prompts = models.random_prompts(_VOCAB, 12, batch_size)
-            engine.generate(input_ids=prompts, sampling_params=params)  # compiles
+            prompts = models.random_prompts(_VOCAB, _PROMPT_LEN, batch_size)
+
+            def generate() -> None:
+                results = engine.generate(input_ids=prompts, sampling_params=params)
+                lengths = [_PROMPT_LEN] * batch_size
+                metrics.check_results(results, lengths, params["max_new_tokens"])
+
+            generate()  # compiles
             switch.arm()
             try:
-                engine.generate(input_ids=prompts, sampling_params=params)
+                generate()
+            except metrics.WorkNotDone:
+                raise
             except Exception as error:
                 finding.raised = f"{type(error).__name__}: {error}"
+            else:
+                check_pools(engine)
             finally:
                 switch.off()
-    finding.steps = switch.watched
+                finding.steps = switch.watched
 
 
 def look(speculative: str, penalty_backend: str, steps: int, device: str) -> Finding:
@@ -184,13 +235,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Look, and print; return the exit status."""
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="lab.sync_debug", description=summary)
-    parser.add_argument("--steps", type=int, default=16, help="decode steps (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="CUDA where there is one")
+    parser.add_argument(
+        "--steps", type=positive_int, default=16, help="decode steps (default: %(default)s)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="LAB_DEVICE, else CUDA if there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
     args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error(f"--steps must be at least 1, got {args.steps}")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device is not None:
+        os.environ[devices.DEVICE_VARIABLE] = args.device
+    try:
+        device = devices.chosen()
+    except ValueError as error:
+        parser.error(str(error))
     findings: list[Finding] = []
     print(f"{'speculation':12} {'penalties':10} {'steps':>5} {'blocking':>8}  sync debug, {device}")
     for speculative, backend in RUNS:

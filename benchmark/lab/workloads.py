@@ -206,7 +206,9 @@ class Session:
         import sglang
         from sglang.srt.model_executor.model_runner import ModelRunner
 
-        models.require_engine("observer", "model_runner_class", *overrides)
+        # The rest of its parameters are the fields of ServerArgs.
+        seams = {"thread_context"} & overrides.keys()
+        models.require_engine("observer", "model_runner_class", *seams)
         self.setup = setup
         self.paths = Paths.of(setup, scratch)
         self.probe = self.make_probe()

@@ -1,4 +1,4 @@
-"""Made-up results in asv's own files, for tests of the page: two machines, one of them a made-up GPU."""
+"""Made-up results in asv's own files, for tests of the page: made-up machines, one of them a GPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import math
 import random
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 CPU, GPU = "made-up-cpu", "made-up-gpu"
+# One that `asv_machine.describe` has described, which says of each thing that is not there "none".
+DESCRIBED = "made-up-described-cpu"
 MACHINES: Final[dict[str, dict[str, str]]] = {
     CPU: {
         "cpu": "Made-up CPU at 2.00GHz",
@@ -30,6 +33,19 @@ MACHINES: Final[dict[str, dict[str, str]]] = {
         "cuda": "13.0",
         "torch": "2.13.0+cu130",
         "triton": "3.9.0",
+    },
+    DESCRIBED: {
+        "os": "Linux 6.2.0-test",
+        "num_cpu": "4",
+        "arch": "x86_64",
+        "cpu": "Made-up CPU at 3.00GHz",
+        "ram": "17179869184",
+        "machine": DESCRIBED,
+        "gpu": "none",
+        "driver": "none",
+        "cuda": "none",
+        "torch": "2.13.0+cpu",
+        "triton": "none",
     },
 }
 PROCESSES = 3
@@ -159,6 +175,7 @@ def write_results(
     machines: tuple[str, ...] = (CPU, GPU),
     same: bool = False,
     seed: int = 0,
+    states: Mapping[int, Mapping[str, str]] | None = None,
 ) -> Path:
     """Write what asv would have after measuring all commits on all machines.
 
@@ -173,6 +190,8 @@ def write_results(
     same : bool
         Whether all commits do the same as the last.
     seed : int
+    states : mapping of int to mapping of str to str, optional
+        By the number of a commit, the facts that the machines had changed to when it was measured.
     """
     _write_benchmarks(directory)
     for machine in machines:
@@ -180,7 +199,8 @@ def write_results(
         _write_machine(directory, machine)
         for number, sha in enumerate(shas):
             does = len(shas) - 1 if same else number
-            _write_commit(directory, machine, sha, number, does, samples, rng)
+            facts = MACHINES[machine] | dict((states or {}).get(number, {}))
+            _write_commit(directory, machine, facts, sha, number, does, samples, rng)
     return directory
 
 
@@ -216,6 +236,7 @@ def _write_machine(directory: Path, machine: str) -> None:
 def _write_commit(
     directory: Path,
     machine: str,
+    facts: Mapping[str, str],
     sha: str,
     number: int,
     does: int,
@@ -227,7 +248,7 @@ def _write_commit(
     from asv.runner import BenchmarkResult
 
     requirements = {"torch": "2.13.0", "numpy": "2.4.6"} if machine == CPU else {"numpy": "2.4.6"}
-    params = {"machine": machine, **MACHINES[machine], "python": "3.11", **requirements}
+    params = {"machine": machine, **facts, "python": "3.11", **requirements}
     results = Results(
         params, requirements, sha, 1_780_000_000_000 + number * 86_400_000, "3.11", "env", {}
     )

@@ -9,6 +9,13 @@ import pytest
 
 from lab import device_occupancy, models
 from lab.device_occupancy import SHOWN, SMOLLM2_135M, choose, main, make_session, measure
+from lab.devices import DEVICE_VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a call says of the device is forgotten after the test."""
+    monkeypatch.setenv(DEVICE_VARIABLE, "")
 
 
 def test_the_real_model_where_it_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,3 +69,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "forward_occupancy" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*options, "--rounds", "0"])
+
+
+def test_the_device_is_the_laboratorys_and_a_metric_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def found(model: str, speculative: str, device: str, *_: int) -> dict[str, float]:
+        seen.append(device)
+        return {"tokens_per_s": 5.0}
+
+    monkeypatch.setattr(device_occupancy, "measure", found)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert [main(["--model", "tiny", *more]) for more in ([], ["--device", "cpu"], [])] == [0, 0, 0]
+    assert seen == ["cuda", "cpu", "cpu"]
+    said = capsys.readouterr().out
+    assert "tokens_per_s" in said and "forward_occupancy" not in said
+    monkeypatch.setenv(DEVICE_VARIABLE, "tpu")
+    with pytest.raises(SystemExit):
+        main(["--model", "tiny"])

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shlex
+import shutil
+import subprocess
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import report_results as made
-from report_results import CPU, GPU
+from report_results import CPU, DESCRIBED, GPU
 
+import asv_machine
+import gpu_landmarks
 import report
+from lab.cases import PROCESSES
 from lab.report import changes, page, plots, texts, wording
-from lab.report.data import Key, Measured, Results
+from lab.report.data import Key, Machine, Measured, Results
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +137,101 @@ def test_machines_say_what_they_are(results: Results) -> None:
     }
 
 
+def test_a_machine_without_a_gpu_that_says_so_is_a_cpu(
+    repo: Path, shas: list[str], tmp_path: Path
+) -> None:
+    found = report.read(repo, [made.write_results(tmp_path, shas, machines=(DESCRIBED,))])
+    (machine,) = found.machines
+    assert (machine.label, machine.is_gpu) == ("CPU, 4 cores", False)
+    assert "none" not in machine.facts.values()
+    assert not machine.facts.keys() & {"GPU", "driver", "CUDA"}
+    assert machine.facts["torch"] == "2.13.0+cpu"
+    assert machine.facts["triton"] == "not recorded"
+    assert made.MACHINES[DESCRIBED].keys() == asv_machine.describe("x").keys()
+
+
+def edit(directory: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change asv's files of a made-up machine, `name` among them."""
+    paths = list((directory / CPU).glob(name))
+    assert paths
+    for path in paths:
+        document = json.loads(path.read_text())
+        change(document)
+        path.write_text(json.dumps(document))
+
+
+def test_versions_are_those_of_results_then_of_pins_then_of_the_machine(
+    repo: Path, shas: list[str], tmp_path: Path
+) -> None:
+    made.write_results(tmp_path, shas, machines=(CPU,))
+
+    def facts() -> Mapping[str, str]:
+        (machine,) = report.read(repo, [tmp_path]).machines
+        return machine.facts
+
+    # asv puts what it has installed among the parameters.
+    edit(tmp_path, "machine.json", lambda d: d.update(torch="1.0", triton="1.0"))
+    assert (facts()["torch"], facts()["triton"]) == ("2.13.0", "1.0")
+    edit(tmp_path, "*-env.json", lambda d: d["params"].pop("torch"))
+    edit(tmp_path, "*-env.json", lambda d: d["requirements"].update(torch="2.12.1", triton="3.8.0"))
+    assert (facts()["torch"], facts()["triton"]) == ("2.12.1", "3.8.0")
+    edit(tmp_path, "*-env.json", lambda d: d.update(requirements={}))
+    assert (facts()["torch"], facts()["triton"]) == ("1.0", "1.0")
+    edit(tmp_path, "machine.json", lambda d: (d.pop("torch"), d.update(triton="none")))
+    assert (facts()["torch"], facts()["triton"]) == ("not recorded", "not recorded")
+
+
+def test_a_gpu_that_came_later_was_not_there_before(
+    repo: Path, shas: list[str], tmp_path: Path
+) -> None:
+    """What a result says of its machine holds, whatever its file says by now."""
+    made.write_results(tmp_path, shas, machines=(CPU,))
+    edit(tmp_path, "*-env.json", lambda d: d["params"].update(gpu="none", driver="none"))
+    edit(tmp_path, "machine.json", lambda d: d.update(gpu="Fake GPU (test)", driver="1"))
+    (machine,) = report.read(repo, [tmp_path]).machines
+    assert (machine.label, machine.is_gpu) == ("CPU, 2 cores", False)
+
+
+def test_another_driver_is_a_series_of_its_own(repo: Path, shas: list[str], tmp_path: Path) -> None:
+    newer = {"driver": "1000.01"}
+    found = report.read(
+        repo, [made.write_results(tmp_path, shas, machines=(GPU,), states={2: newer, 3: newer})]
+    )
+    before, after = sorted(found.machines, key=lambda m: m.label, reverse=True)
+    assert before.label == "Fake GPU (test), driver 999.99"
+    assert after.label == "Fake GPU (test), driver 1000.01"
+    assert (before.facts["driver"], after.facts["driver"]) == ("999.99", "1000.01")
+    assert before.name == after.name == GPU
+    assert before.key != after.key
+    # Each has its commits; between them nothing is compared.
+    for machine, numbers in ((before, (0, 1)), (after, (2, 3))):
+        line = found.line(machine, "decode", "us_per_token_ratio", "real-b1")
+        measured = [commit.sha for commit, reading in line if reading.status == "number"]
+        assert measured == [shas[i] for i in numbers]
+    across = changes.changes(found, changes.steps(found)[1])
+    assert {change.verdict for change in across} == {changes.NOT_COMPARABLE}
+    within = changes.changes(found, changes.steps(found)[2])
+    assert {c.machine.key for c in within if c.verdict == changes.SAME} == {after.key}
+    text = page.render(found)
+    for machine in found.machines:
+        assert f"{machine.label}: " in text
+
+
+def test_what_a_result_does_not_say_of_its_state_its_machine_says(
+    repo: Path, shas: list[str], tmp_path: Path
+) -> None:
+    made.write_results(tmp_path, shas, machines=(CPU,))
+    edit(tmp_path, "machine.json", lambda d: d.update(triton="3.9.0"))
+    edit(tmp_path, f"{shas[3][:8]}-*.json", lambda d: d["params"].update(triton="3.9.0"))
+    assert len(report.read(repo, [tmp_path]).machines) == 1
+    edit(tmp_path, f"{shas[3][:8]}-*.json", lambda d: d["params"].update(triton="4.0.0"))
+    found = report.read(repo, [tmp_path]).machines
+    assert [m.label for m in found] == [f"CPU, 2 cores, triton {v}" for v in ("3.9.0", "4.0.0")]
+
+
 def test_results_of_another_version_are_left_out(
     directory: Path, repo: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     copy = tmp_path / "results"
     shutil.copytree(directory, copy)
     benchmarks = json.loads((copy / "benchmarks.json").read_text())
@@ -232,10 +331,11 @@ def test_the_second_fix_shows_on_the_made_up_gpu(results: Results) -> None:
         assert change.low < change.ratio < change.high < 0.85
         assert change.ratio == pytest.approx(0.78, abs=0.05)
         # The interval that is stated, by hand.
-        noise = results.noises[GPU, "decode", "us_per_token_ratio"]
+        noise = results.noises[GPU, "decode", "us_per_token_ratio", case]
         assert noise is not None
-        assert noise.dof == 7 * 4 * 2
-        half = 2.0032 * noise.s * math.sqrt(2 / 3)
+        # All seven cases, or one of them alone, on four commits.
+        quantile = {7 * 4 * 2: 2.0032, 4 * 2: 2.3060}[noise.dof]
+        half = quantile * noise.s * math.sqrt(2 / 3)
         assert change.high == pytest.approx(change.ratio * math.exp(half), rel=1e-4)
         # A ratio has its absolute numbers beside it.
         assert change.absolute is not None
@@ -317,18 +417,42 @@ def test_a_sentence_says_what_a_plot_shows(results: Results) -> None:
     )
 
 
-def test_the_command_is_one_that_a_shell_and_make_hand_on(tmp_path: Path) -> None:
-    """To bench.py comes a regular expression with one backslash."""
-    import shutil
-    import subprocess
-
-    if shutil.which("make") is None:
-        pytest.skip("needs make")
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_the_command_is_one_that_a_shell_and_make_hand_on(tmp_path: Path, shell: str) -> None:
+    """To the scripts comes a regular expression with one backslash."""
+    if shutil.which("make") is None or shutil.which(shell) is None:
+        pytest.skip(f"needs make and {shell}")
     (tmp_path / "Makefile").write_text("bench:\n\t@printf '%s\\n' $(ARGS)\n")
-    done = subprocess.run(
-        wording.command("decode"), shell=True, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.stdout.splitlines() == ["--rerun", "--bench", r"^decode\."]
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    env = dict(os.environ) | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+
+    def handed_on(command: str) -> list[str]:
+        done = subprocess.run([shell, "-c", command], cwd=tmp_path, capture_output=True, env=env)
+        return done.stdout.decode().splitlines()
+
+    machines = [Machine("lab", "CPU"), Machine("gpu-h200", "NVIDIA H200", is_gpu=True)]
+    (_, on_cpu), (_, on_gpu) = wording.commands("decode", machines)
+    assert handed_on(on_cpu) == ["--rerun", "--bench", r"^decode\."]
+    assert handed_on(on_gpu) == [
+        *("scripts/gpu_landmarks.py", "asv", "--machine", "gpu-h200", "--bench", r"^decode\.")
+    ]
+
+
+def test_the_command_for_a_gpu_is_one_that_its_script_takes() -> None:
+    ((where, command),) = wording.commands("mixed", [Machine("gpu-h200", "x", is_gpu=True)])
+    assert where == "On the GPU machine gpu-h200"
+    interpreter, script, *arguments = shlex.split(command)
+    assert (interpreter, script) == ("python", "scripts/gpu_landmarks.py")
+    args = gpu_landmarks.parse_args(arguments)
+    assert (args.what, args.machine, args.bench) == ("asv", "gpu-h200", [r"^mixed\."])
+
+
+def test_each_machine_that_has_a_command_of_its_own_has_it_once() -> None:
+    gpu = Machine("a", "GPU, driver 1", is_gpu=True, state=("1",))
+    other = Machine("a", "GPU, driver 2", is_gpu=True, state=("2",))
+    found = wording.commands("mixed", [Machine("x", "CPU"), Machine("y", "CPU"), gpu, other])
+    assert [where for where, _ in found] == ["On a CPU", "On the GPU machine a"]
 
 
 def test_numbers_of_all_sizes() -> None:
@@ -418,13 +542,23 @@ def test_marks_are_where_the_numbers_are() -> None:
     assert drawn[1] - drawn[0] == pytest.approx(0.2 * step, abs=0.3)
 
 
-def test_the_page_says_where_what_and_how(html: str) -> None:
+def test_the_page_says_where_what_and_how(results: Results, html: str) -> None:
     for text in ("Fake GPU (test)", "999.99", "2.13.0+cu130", "Made-up CPU at 2.00GHz"):
         assert text in html
     for question in ("decode", "mixed", "overlap", "transfers"):
-        command = wording.command(question).replace('"', "&#34;").replace("'", "&#39;")
-        assert command in html
+        # Only a CPU has modelled forwards here.
+        machines = results.machines[:1] if question == "overlap" else results.machines
+        commands = wording.commands(question, machines)
+        assert len(commands) == len(machines)
+        for where, command in commands:
+            escaped = command.replace('"', "&#34;").replace("'", "&#39;")
+            assert f'<code class="cmd">{escaped}</code>' in html
+            if len(commands) > 1:
+                assert f'{where}:</p><code class="cmd">{escaped}' in html
     assert html.count("lower is better ↓") >= 5
+    assert (
+        "anchors</em>: divided by that of a fixed piece of work, which a process of its own" in html
+    )
     assert len(html.encode()) < 3_000_000
 
 
@@ -454,3 +588,18 @@ def test_the_command_line(
     assert out.read_text(encoding="utf-8").lstrip().startswith("<!doctype html>")
     assert report.main(["--repo", str(tmp_path)]) == 1
     assert "make bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "1.5", "many"])
+def test_a_number_of_processes_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str], count: str
+) -> None:
+    with pytest.raises(SystemExit):
+        report.parse_args([f"--processes={count}"])
+    said = capsys.readouterr().err
+    assert "argument --processes" in said
+    assert repr(count) in said
+
+
+def test_processes_are_as_many_as_cases_are_measured_in() -> None:
+    assert report.parse_args([]).processes == PROCESSES

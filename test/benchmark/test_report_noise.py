@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from lab.report.noise import Noise, pool, process_logs, t_quantile
+from lab.report.noise import CONFIDENCE, Noise, by_case, pool, process_logs, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -96,3 +97,72 @@ def test_intervals_hold_as_often_as_stated(cases: int) -> None:
     # Three standard errors of a share of 95% in 1,500 tries are 1.7%.
     assert held / tries == pytest.approx(0.95, abs=0.017)
     assert bands / tries == pytest.approx(0.95, abs=0.017)
+
+
+def test_a_case_has_the_larger_deviation_with_its_degrees_of_freedom() -> None:
+    quiet, noisy = [(0.0, 0.01, 0.02)] * 2, [(0.0, 0.1, 0.2)] * 2
+    pooled, own = pool([*quiet, *noisy]), pool(noisy)
+    found = by_case({"quiet": quiet, "noisy": noisy, "none": [()]})
+    assert found == {"quiet": pooled, "noisy": own, "none": pooled}
+    assert pooled is not None and own is not None
+    assert (pooled.dof, own.dof) == (8, 4)
+    assert own.s == pytest.approx(0.1)
+    assert by_case({"none": [(), (0.1,)]}) == {"none": None}
+
+
+def share_called(
+    noises: Sequence[float], commits: int, change: float = 0.0, tables: int = 6000
+) -> float:
+    """The share of tables of two of these commits in which any case is called better or worse.
+
+    What `by_case` and `Noise.ratio` do, for many tables at once; one of them is held against these.
+    """
+    family, processes, cases = 90, 3, len(noises)
+    rng = np.random.default_rng([cases, commits, round(10 * sum(noises))])
+    logs = rng.normal(size=(tables, commits, cases, processes)) * np.array(noises)[:, None]
+    logs[:, 1] += change * np.array(noises)[:, None]
+    own = logs.var(axis=-1, ddof=1).mean(axis=1)
+    pooled = own.mean(axis=1, keepdims=True)
+    confidence = 1 - (1 - CONFIDENCE) / family
+    dof = commits * (processes - 1)
+    quantile = np.where(
+        own > pooled, t_quantile(dof, confidence), t_quantile(dof * cases, confidence)
+    )
+    half = quantile * np.sqrt(np.maximum(own, pooled) * 2 / processes)
+    difference = logs[:, 1].mean(axis=-1) - logs[:, 0].mean(axis=-1)
+    called = np.abs(difference) > half
+    found = by_case({str(case): logs[0, :, case].tolist() for case in range(cases)})
+    for case, noise in enumerate(found.values()):
+        assert noise is not None
+        expected = noise.half_width(processes, processes, confidence=confidence)
+        assert half[0, case] == pytest.approx(expected)
+    return float(called.any(axis=1).mean())
+
+
+@pytest.mark.parametrize(
+    "noises",
+    [
+        (1,) * 9,
+        (1,) * 8 + (3,),
+        (1,) * 8 + (5,),
+        (1,) * 7 + (3, 5),
+        (1,) * 6 + (3, 3, 3),
+        (1, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 4.1, 5),
+    ],
+)
+def test_noisier_cases_are_not_called_different_more_often_than_stated(
+    noises: tuple[float, ...],
+) -> None:
+    """Four equal commits, as the landmarks are; nine of a family of 90 are to err in 0.5%."""
+    nominal, tables = 0.05 * 9 / 90, 6000
+    # Three standard errors.
+    room = 3 * math.sqrt(nominal / tables)
+    assert share_called(noises, commits=4, tables=tables) <= nominal + room
+    # On two, a case has few degrees of freedom. One deviation for all would make it 8% to 19%.
+    assert share_called(noises, commits=2, tables=tables) <= 4 * nominal
+
+
+def test_what_is_large_is_still_called_different() -> None:
+    assert share_called((1,), commits=4, change=8) > 0.98
+    assert share_called((1,) * 9, commits=4, change=6) > 0.98
+    assert share_called((1,) * 8 + (3,), commits=4, change=6) > 0.98

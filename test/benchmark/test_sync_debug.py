@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from lab import sync_debug
-from lab.sync_debug import EDGE, Finding, Switch, decode_under_error, main
+from lab import metrics, sync_debug
+from lab.devices import DEVICE_VARIABLE
+from lab.sync_debug import EDGE, Finding, Switch, check_pools, decode_under_error, main
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a call says of the device is forgotten after the test."""
+    monkeypatch.setenv(DEVICE_VARIABLE, "")
 
 
 def step(mode: str = "DECODE", tokens: int = 4) -> Any:
@@ -59,6 +66,73 @@ def test_what_raises_on_the_schedulers_thread_is_told(monkeypatch: pytest.Monkey
     assert not found.is_clean
     # Whatever happened, the mode is off again.
     assert modes == ["error", "default"]
+
+
+def test_work_that_was_not_done_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time that results are looked at, those of the watched steps are wrong."""
+    checked: list[int] = []
+
+    def check_results(results: Any, prompt_lens: Any, output_len: int) -> None:
+        checked.append(output_len)
+        assert [len(result["output_ids"]) for result in results] == [output_len] * len(prompt_lens)
+        if len(checked) == 2:
+            raise metrics.WorkNotDone("request 0 ended with abort")
+
+    monkeypatch.setattr(metrics, "check_results", check_results)
+    found = sync_debug.look("none", "sparse", 2, "cpu")
+    assert found.raised == "WorkNotDone: request 0 ended with abort"
+    assert not found.is_clean and found.steps == 2
+
+
+def engine(*slots: int) -> Any:
+    """An engine whose pool of eight slots has so many free, one time after the other."""
+    left = list(slots)
+    free = SimpleNamespace(available_size=lambda: left.pop(0) if len(left) > 1 else left[0])
+    rows = SimpleNamespace(available_size=lambda: 4, size=4)
+    return SimpleNamespace(
+        scheduler=SimpleNamespace(
+            max_total_num_tokens=8, token_to_kv_pool_allocator=free, req_to_token_pool=rows
+        )
+    )
+
+
+def test_pools_are_whole_once_the_engine_is_at_rest() -> None:
+    check_pools(engine(8))
+    check_pools(engine(5, 5, 8))
+    with pytest.raises(metrics.WorkNotDone, match="5 KV slots and 4 rows are free at rest, of 8"):
+        check_pools(engine(5), timeout=0.05)
+
+
+def test_pools_are_looked_at_behind_the_watched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaks(engine: Any) -> None:
+        check_pools(engine)
+        raise metrics.WorkNotDone("5 KV slots are free")
+
+    monkeypatch.setattr(sync_debug, "check_pools", leaks)
+    with pytest.raises(metrics.WorkNotDone, match="5 KV slots"):
+        decode_under_error(Finding("chain", "sparse", "cpu"), steps=2, batch_size=2)
+
+
+def test_the_device_is_the_laboratorys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def look(speculative: str, backend: str, steps: int, device: str) -> Finding:
+        seen.append(device)
+        return Finding(speculative, backend, device, steps)
+
+    monkeypatch.setattr(sync_debug, "look", look)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main([]) == main(["--device", "cpu"]) == 0
+    assert set(seen[: len(sync_debug.RUNS)]) == {"cuda"} and seen[-1] == "cpu"
+    # What was asked for holds for all that looks for a device, here and in other processes.
+    seen.clear()
+    assert main([]) == 0 and set(seen) == {"cpu"}
+    monkeypatch.setenv(DEVICE_VARIABLE, "tpu")
+    with pytest.raises(SystemExit):
+        main([])
+    assert "LAB_DEVICE must be cpu or cuda" in capsys.readouterr().err
 
 
 def test_the_command(

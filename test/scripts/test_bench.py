@@ -218,7 +218,7 @@ def test_every_tracked_metric_of_the_table_exists() -> None:
         source = (REPO_ROOT / "benchmark" / "asv" / f"{question}.py").read_text()
         source += (REPO_ROOT / "benchmark" / "lab" / "history.py").read_text()
         for metric in shown:
-            assert f"track_{metric[0]} =" in source, metric[0]
+            assert f"track_{metric.track} =" in source, metric.track
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_progress_in_a_log() -> None:
 def test_a_checkout_without_asv_or_results_is_an_error(
     repo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "make_machine_known", lambda: MACHINE)
+    monkeypatch.setattr(bench, "make_machine_known", lambda name: MACHINE)
     commit(repo, "base")
     assert bench.main(["--repo", str(repo), "--table"]) == 1
     assert "asv.conf.json" in capsys.readouterr().err

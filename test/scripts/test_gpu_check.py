@@ -63,7 +63,18 @@ def test_the_limits_come_to_eight_minutes() -> None:
     limits = re.search(r"^tests=.*$", text, re.MULTILINE)
     assert limits
     seconds = [int(part.partition("=")[2]) for part in limits[0].split()]
-    assert len(seconds) == len(READERS) and sum(seconds) <= 480
+    assert len(seconds) == len(READERS)
+    others = re.search(r"^grace=(\d+) probe=(\d+) table=(\d+)$", text, re.MULTILINE)
+    assert others
+    grace, probe, last = map(int, others.groups())
+    # Whatever runs is ended in time, and killed if it does not end.
+    calls = re.findall(r"^ *(?:elif ! )?timeout (.*?)(?: \\)?$", text, re.MULTILINE)
+    assert [re.sub(r" \"\$(PYTHON|@)\".*", "", call) for call in calls] == [
+        '--kill-after=2 "$probe"',
+        '--signal=INT --kill-after="$grace" "$limit"',
+        '--kill-after=2 "$table"',
+    ]
+    assert sum(seconds) + len(seconds) * grace + probe + 2 + last + 2 <= 480
     # A step of several parts ends by itself, and tells what it has, before it is ended.
     named = dict(part.split("=") for part in limits[0].split())
     for array, name in (("sides", "occupancy"), ("marks", "asv")):
@@ -114,6 +125,7 @@ def test_a_dry_run_walks_through_every_step(tmp_path: Path) -> None:
         assert step["device"] == "cpu"
     assert steps["tests"]["found"]["skipped"] > 0
     assert steps["sync-debug"]["found"]["blocking"] == 0
+    assert steps["sync-debug"]["found"]["raised"] == 0
     for result in steps["occupancy"]["found"]["results"]:
         assert 0 < result["before"] <= 1 and 0 < result["after"] <= 1
     assert steps["asv"]["found"]["commits"][0]["values"] > 0
@@ -189,7 +201,16 @@ def test_the_file_has_everything(folder: Path, capsys: pytest.CaptureFixture[str
     assert summary["steps"][1]["found"]["runs"][0]["sites"] == ["x"]
 
 
-@pytest.mark.parametrize("left", ["", "{", "[]", '{"cells": [{}]}'])
+def test_what_was_not_measured_leaves_the_rest(folder: Path) -> None:
+    results = [{"what": "x"}, {"what": "y", "before": 0.5, "after": 0.75}]
+    write(folder, "occupancy-found.json", {"results": results})
+    write(folder, "kernels-found.json", {"device": "cuda", "cells": [{"cell": "x"}], "notes": []})
+    text = "\n".join(table(summarise(folder)))
+    assert "? -> ? (x)" in text and "0.500 -> 0.750 (y)" in text
+    assert "nothing to compare with the model" in text
+
+
+@pytest.mark.parametrize("left", ["", "{", "[]", '{"cells": [[]]}'])
 def test_a_step_that_told_nothing_has_its_verdict(folder: Path, left: str) -> None:
     (folder / "kernels-found.json").write_text(left)
     (folder / "tests.xml").unlink()

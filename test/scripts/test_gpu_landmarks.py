@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,20 +28,30 @@ from gpu_landmarks import (
     count,
     extract,
     has_history,
+    judge,
     load,
     main,
     occupancy,
     packages,
+    run_asv,
     run_group,
     run_lab,
     settle,
     why_no_asv,
     write_config,
 )
+from lab.devices import DEVICE_VARIABLE
+from process_sessions import members
 from prove_fixes import FIXES
 
 FIRST = f"Fix 1\n\nUpstream-PR: sgl-project/sglang#{FIXES[0].pr}"
 SECOND = f"Fix 2\n\nUpstream-PR: sgl-project/sglang#{FIX}"
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a call says of the device is forgotten after the test."""
+    monkeypatch.setenv(DEVICE_VARIABLE, "")
 
 
 def git(repo: Path, *arguments: str) -> str:
@@ -194,6 +205,44 @@ def test_one_side_that_fails_leaves_the_other(monkeypatch: pytest.MonkeyPatch) -
     assert any("out of memory" in text for text in said)
 
 
+def test_a_metric_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every metric of the modelled accelerator is one of a real one."""
+    done = {"outcome": "done", "metrics": {"x": 1.0}}
+    monkeypatch.setattr(gpu_landmarks, "run_cases", lambda names, **_: {names[0]: done})
+    model = done | {"batch_size": 8, "model": "shape"}
+    monkeypatch.setattr(gpu_landmarks, "_run_model", lambda *_: model)
+    said: list[str] = []
+    found = list(occupancy(sides(), "cuda", Clock(100), ["overlap/x"], say=said.append))
+    assert [(one.before, one.after) for one in found] == [(None, None)] * 2
+    assert len(said) == 4 and all("done, without its occupancy" in text for text in said)
+
+
+def test_the_device_that_is_asked_for_holds_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delayed cases run in processes that take it from the environment."""
+    seen: list[tuple[str, str | None]] = []
+
+    def run_cases(names: list[str], **_: Any) -> dict[str, Any]:
+        seen.append(("delayed", os.environ.get(DEVICE_VARIABLE)))
+        return {names[0]: {"outcome": "failed"}}
+
+    def run_model(package: Package, device: str, *_: Any) -> dict[str, Any]:
+        seen.append(("model", device))
+        return {"outcome": "failed"}
+
+    monkeypatch.setattr(gpu_landmarks, "run_cases", run_cases)
+    monkeypatch.setattr(gpu_landmarks, "_run_model", run_model)
+    monkeypatch.setattr(gpu_landmarks, "packages", lambda repo, extra=(): sides())
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for options, device in ((["--device", "cpu"], "cpu"), ([], "cuda")):
+        os.environ[DEVICE_VARIABLE] = ""
+        seen.clear()
+        main(["occupancy", *options])
+        assert {kind for kind, _ in seen} == {"delayed", "model"}
+        assert {name for _, name in seen} == {device}
+    os.environ[DEVICE_VARIABLE] = "tpu"
+    assert main(["occupancy"]) == 2
+
+
 def test_what_is_not_reached_is_said_to_be_so() -> None:
     for one in list(occupancy(sides(), "cuda", Clock(0), ["overlap/x"])):
         assert {side["outcome"] for side in one.detail.values()} == {"not reached"}
@@ -213,28 +262,129 @@ def test_a_command_ends_in_time_with_all_that_it_started(tmp_path: Path) -> None
     )
 
 
+# As asv does, a process in a group of its own; its number is told.
+PARENT = """
+import os, subprocess, sys, time
+own_group = lambda: os.setpgid(0, 0)
+child = subprocess.Popen(["sleep", "60"], preexec_fn=own_group)
+partial = sys.argv[1] + ".partial"
+open(partial, "w").write(f"{os.getpid()} {child.pid}")
+os.rename(partial, sys.argv[1])
+time.sleep(60)
+"""
+
+
+def wait_for(condition: Any, seconds: float = 20.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not come to that"
+        time.sleep(0.02)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="no /proc here")
+
+
+@needs_proc
+def test_a_command_ends_with_what_it_put_into_another_group(tmp_path: Path) -> None:
+    told = tmp_path / "pids"
+    command = [sys.executable, "-c", PARENT, str(told)]
+    assert run_group(command, dict(os.environ), tmp_path, 2.0)[0] == 124
+    processes = [int(pid) for pid in told.read_text().split()]
+    assert len(processes) == 2 and not any(map(is_alive, processes))
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_us_ends_what_we_started(tmp_path: Path, number: int) -> None:
+    """As the program, which answers the first two; nothing answers the third one."""
+    told, started = tmp_path / "pids", tmp_path / "started.py"
+    started.write_text(
+        "import os, runpy, sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(gpu_landmarks.__file__).parent)!r})\n"
+        "import bench\n"
+        # Whose function it calls first of all; here, it begins to measure.
+        "def landmarks(repo, extra):\n"
+        "    import inspect\n"
+        "    run = inspect.stack()[1].frame.f_globals['run_group']\n"
+        f"    run([sys.executable, '-c', {PARENT!r}, {str(told)!r}], os.environ, Path('/'), 60)\n"
+        "bench.landmarks = landmarks\n"
+        "sys.argv = ['gpu_landmarks.py', 'asv', '--device', 'cpu']\n"
+        f"runpy.run_path({gpu_landmarks.__file__!r}, run_name='__main__')\n"
+    )
+    # Started in the background by a shell, a process has the first one ignored.
+    us = subprocess.Popen(
+        [sys.executable, str(started)],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        wait_for(lambda: told.is_file() or us.poll() is not None, 60)
+        processes = [int(pid) for pid in told.read_text().split()]
+        us.send_signal(number)
+        wait_for(lambda: not any(map(is_alive, processes)))
+        status = us.wait(20)
+    finally:
+        us.kill()
+        us.wait()
+    assert members(us.pid) == []
+    assert status == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(number, -number)
+
+
 # --- asv ----------------------------------------------------------------------------------------
 
+DRIVER = {"driver": "580.95.05"}
+COLUMNS = ["result", "params", "version"]
 
-def write_result(folder: Path, name: str, **results: list[Any]) -> None:
+
+def write_result(folder: Path, name: str, about: Any = (), **results: list[Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     document = {
         "commit_hash": "a" * 40,
         "env_name": name,
-        "params": {"machine": folder.name, "python": "/somewhere/bin/python"},
+        "params": {"machine": folder.name, "python": "/somewhere/bin/python", **DRIVER},
         "python": "/somewhere/bin/python",
+        "requirements": {},
+        "result_columns": COLUMNS,
         "results": {key: [value, [], "1"] for key, value in results.items()},
         "durations": {},
     }
+    document |= dict(about)
     (folder / f"aaaaaaaa-{name}.json").write_text(json.dumps(document))
+
+
+def measure_again(
+    tmp_path: Path, about: Any = (), place: str = "elsewhere", **results: list[Any]
+) -> tuple[int, int]:
+    """Settle fresh results of the machine, which stand in a folder that is then gone."""
+    fresh = tmp_path / "fresh"
+    write_result(fresh / "gpu-h200", f"existing-py_{place}_bin_python", about, **results)
+    found = settle(fresh, tmp_path, "gpu-h200", "a" * 40)
+    for path in (fresh / "gpu-h200").iterdir():
+        path.unlink()
+    return found
+
+
+def kept(tmp_path: Path) -> dict[str, Any]:
+    (path,) = (tmp_path / "gpu-h200").iterdir()
+    results = json.loads(path.read_text())["results"]
+    return {key: columns[0] for key, columns in results.items()}
 
 
 def test_the_interpreter_is_called_by_its_version_not_its_path(tmp_path: Path) -> None:
     machine = tmp_path / "gpu-h200"
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     settled = machine / f"aaaaaaaa-existing-py{version}.json"
-    write_result(machine, "existing-py_somewhere_bin_python", decode=[1.0])
-    settle(tmp_path, "gpu-h200", "a" * 40)
+    measure_again(tmp_path, place="somewhere", decode=[1.0])
     assert [path.name for path in machine.iterdir()] == [settled.name]
     document = json.loads(settled.read_text())
     assert "somewhere" not in settled.read_text()
@@ -242,21 +392,74 @@ def test_the_interpreter_is_called_by_its_version_not_its_path(tmp_path: Path) -
     assert document["env_name"] == f"existing-py{version}"
 
     # From another place, another time: what was not measured again stays.
-    write_result(machine, "existing-py_elsewhere_bin_python", decode=[3.0], mixed=[4.0])
-    settle(tmp_path, "gpu-h200", "a" * 40)
-    write_result(machine, "existing-py_elsewhere_bin_python", mixed=[5.0])
-    settle(tmp_path, "gpu-h200", "a" * 40)
-    results = json.loads(settled.read_text())["results"]
-    assert {key: columns[0] for key, columns in results.items()} == {
-        "decode": [3.0],
-        "mixed": [5.0],
-    }
+    measure_again(tmp_path, decode=[3.0], mixed=[4.0])
+    # What is told is what is new.
+    assert measure_again(tmp_path, mixed=[5.0, None]) == (1, 1)
+    assert kept(tmp_path) == {"decode": [3.0], "mixed": [5.0, None]}
 
 
-def test_values_are_counted(tmp_path: Path) -> None:
-    write_result(tmp_path / "box", "existing-py3.11", a=[1.0, 2, None], b=[math.nan], c=[])
-    assert count(tmp_path, "box", "a" * 40) == (2, 3)
-    assert count(tmp_path, "box", "b" * 40) == count(tmp_path, "other", "a" * 40) == (0, 0)
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"params": {"machine": "gpu-h200", "python": "", "driver": "590.10"}},
+        {"result_columns": ["result", "version", "params"]},
+        {"requirements": {"torch": "2.14"}},
+    ],
+    ids=lambda about: next(iter(about)),
+)
+def test_what_was_measured_by_something_else_is_not_mixed_in(tmp_path: Path, about: Any) -> None:
+    measure_again(tmp_path, decode=[1.0], mixed=[2.0])
+    measure_again(tmp_path, about, mixed=[5.0])
+    assert kept(tmp_path) == {"mixed": [5.0]}
+
+
+def test_an_asv_that_was_ended_while_it_wrote_leaves_what_was_there(tmp_path: Path) -> None:
+    measure_again(tmp_path, decode=[1.0])
+    fresh = tmp_path / "fresh" / "gpu-h200" / "aaaaaaaa-existing-py_x.json"
+    fresh.write_text('{"commit_hash": "aaaa')
+    assert settle(tmp_path / "fresh", tmp_path, "gpu-h200", "a" * 40) == (0, 0)
+    assert kept(tmp_path) == {"decode": [1.0]}
+
+
+def test_values_are_counted() -> None:
+    columns = {"a": [[1.0, 2, None]], "b": [[math.nan]], "c": [[]], "d": []}
+    assert count({"results": columns}) == (2, 4)
+    assert count({"results": {}}) == (0, 0)
+
+
+def test_what_came_of_a_commit() -> None:
+    assert [judge(0, 3), judge(2, 3), judge(0, 0), judge(1, 0)] == ["done", *["failed"] * 3]
+    # asv writes last of all.
+    assert [judge(124, 0), judge(124, 3)] == ["not reached", "done"]
+
+
+@pytest.mark.parametrize("status", [0, 1, 2])
+def test_what_an_earlier_run_found_is_not_this_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int
+) -> None:
+    """asv ends, well or not, and writes nothing or, with a benchmark that failed, some of it."""
+    measure_again(tmp_path, decode=[1.0])
+
+    def group(command: list[str], env: Any, folder: Path, seconds: float) -> tuple[int, str]:
+        config = json.loads(Path(command[command.index("--config") + 1]).read_text())
+        if status == 2:
+            machine = Path(config["results_dir"]) / "gpu-h200"
+            write_result(machine, "existing-py_x", mixed=[2.0], decode=[None])
+            (machine / "machine.json").write_text("{}")
+        return status, "what asv said"
+
+    monkeypatch.setattr(gpu_landmarks, "run_group", group)
+    found: list[Measured] = []
+    marks = [Package("a" * 40, ["a"], "/after")]
+    run_asv(REPO_ROOT, marks, "gpu-h200", tmp_path, ["x"], Clock(100), found, say=lambda text: None)
+    (one,) = found
+    assert (one.outcome, one.values) == ("failed", 1 if status == 2 else 0)
+    assert one.detail == f"exit status {status}: what asv said"
+    if status == 2:
+        (tmp_path / "gpu-h200" / "machine.json").unlink()
+        assert kept(tmp_path) == {"mixed": [2.0], "decode": [None]}
+    else:
+        assert kept(tmp_path) == {"decode": [1.0]}
 
 
 def test_asv_takes_the_configuration_from_elsewhere(tmp_path: Path) -> None:
@@ -297,6 +500,25 @@ def test_without_asv_the_same_questions_are_measured(monkeypatch: pytest.MonkeyP
     assert found[0].values == len(everything["a" * 40]) > 0
     run_lab(marks, [], 1, 1, Clock(0), found, everything, said.append)
     assert {one.outcome for one in found} == {"not reached"}
+    with pytest.raises(BenchError, match="no case"):
+        run_lab(marks, ["^nothing"], 1, 1, Clock(9), found, everything, said.append)
+
+
+@pytest.mark.parametrize(("outcome", "verdict"), [("failed", "failed"), ("stalls", "done")])
+def test_one_case_that_fails_is_a_failure_and_one_that_stalls_is_none(
+    monkeypatch: pytest.MonkeyPatch, outcome: str, verdict: str
+) -> None:
+    def run_cases(names: list[str], **_: Any) -> dict[str, Any]:
+        first, *others = names
+        found = {name: {"outcome": "done"} for name in others}
+        return found | {first: {"outcome": outcome, "detail": "out of memory"}}
+
+    monkeypatch.setattr(gpu_landmarks, "run_cases", run_cases)
+    found: list[Measured] = []
+    marks = sides().landmarks[:1]
+    run_lab(marks, ["^decode"], 1, 1, Clock(100), found, {}, lambda text: None)
+    assert found[0].outcome == verdict and found[0].values > 0
+    assert found[0].detail == ("out of memory" if verdict == "failed" else "")
 
 
 def test_who_is_interrupted_has_written_what_there_was(
@@ -330,6 +552,25 @@ def test_what_is_wrong_is_said_without_a_traceback(
     assert INDEX in capsys.readouterr().err
     with pytest.raises(BenchError):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--most", "-1"], "whole number of at least 1, got '-1'"),
+        (["--most", "0"], "whole number"),
+        (["--rounds", "0"], "whole number"),
+        (["--processes", "x"], "whole number"),
+        (["--seconds", "nan"], "finite number above 0, got 'nan'"),
+        (["--seconds", "inf"], "finite number"),
+        (["--seconds", "-5"], "finite number"),
+        (["--only"], "--only without --commit"),
+    ],
+)
+def test_what_is_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["asv", *options])
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

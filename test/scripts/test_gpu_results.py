@@ -149,6 +149,27 @@ def test_what_is_there_stays_but_for_what_was_measured_anew(incoming: Path, tmp_
     assert other.read_text() == "{}"
 
 
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"params": result()["params"] | {"driver": "590.10"}},
+        {"result_columns": ["result", "version", "params"]},
+        {"requirements": {"torch": "2.14"}},
+    ],
+    ids=lambda about: next(iter(about)),
+)
+def test_what_was_measured_by_something_else_is_not_mixed_in(
+    incoming: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], about: dict[str, Any]
+) -> None:
+    results = tmp_path / "results"
+    accept(incoming, results)
+    again = result(track_us_per_token=[[1.0], [["'tiny-b8'"]], "2"]) | about | {"durations": {}}
+    (incoming / "gpu-h200" / NAME).write_text(json.dumps(again))
+    accept(incoming, results)
+    assert read(results / "gpu-h200" / NAME) == again
+    assert "measured by something else before" in capsys.readouterr().err
+
+
 Change = Callable[[Path], object]
 
 
@@ -193,6 +214,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "an ampersand": (change("machine.json", cpu="&lt;"), "text that no result has"),
     "a quote": (change("machine.json", cpu='"'), "text that no result has"),
+    "an apostrophe": (change("machine.json", cpu="' onclick=x"), "text that no result has"),
+    "a call between quotes": (change(NAME, python="'onclick=x'"), "text that no result has"),
+    "words between quotes": (change(NAME, python="'a b'"), "text that no result has"),
+    "quotes between quotes": (change(NAME, python="'a'b'"), "text that no result has"),
     "a new line": (change("machine.json", cpu="a\nb"), "text that no result has"),
     "a long text": (change("machine.json", cpu="a" * 201), "text that no result has"),
     "too large": (lambda m: (m / NAME).write_text(" " * (gpu_results.MOST_BYTES + 1)), "larger"),
@@ -260,6 +285,50 @@ def test_what_is_refused_is_not_pushed(incoming: Path, remote: Path) -> None:
     done = keep(incoming, remote)
     assert done.returncode == 1 and "refused" in done.stderr
     assert git(remote, "for-each-ref") == ""
+
+
+def hook(remote: Path, text: str) -> None:
+    path = remote / "hooks" / "pre-receive"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_a_push_that_is_turned_away_is_not_tried_again(incoming: Path, remote: Path) -> None:
+    hook(remote, "echo 'the disk is full' >&2; exit 1")
+    done = keep(incoming, remote)
+    assert done.returncode == 1 and "the disk is full" in done.stderr
+    assert "meanwhile" not in done.stderr and "nobody else has pushed" in done.stderr
+    hook(remote, "exit 0")
+    assert keep(incoming, remote).returncode == 0
+    hook(remote, "exit 1")
+    change("machine.json", driver="590.10")(incoming / "gpu-h200")
+    done = keep(incoming, remote)
+    assert done.returncode == 1 and "meanwhile" not in done.stderr
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["a new branch", "a branch that is there"])
+def test_a_push_that_somebody_was_faster_than_is_tried_again(
+    incoming: Path, remote: Path, is_there: bool
+) -> None:
+    if is_there:
+        assert keep(incoming, remote).returncode == 0
+        change("machine.json", driver="590.10")(incoming / "gpu-h200")
+    # Once, while ours is under way, somebody pushes a commit of theirs.
+    hook(
+        remote,
+        "test -e theirs && exit 0; touch theirs; unset GIT_QUARANTINE_PATH\n"
+        "export GIT_AUTHOR_NAME=n GIT_AUTHOR_EMAIL=n@x GIT_COMMITTER_NAME=n GIT_COMMITTER_EMAIL=n@x\n"
+        "tip=$(git rev-parse --verify --quiet refs/heads/benchmark-results)\n"
+        "unset GIT_OBJECT_DIRECTORY GIT_ALTERNATE_OBJECT_DIRECTORIES\n"
+        'tree=$(git rev-parse --quiet --verify "$tip^{tree}" || git mktree </dev/null)\n'
+        'sha=$(git commit-tree -m theirs ${tip:+-p "$tip"} "$tree")\n'
+        "git update-ref refs/heads/benchmark-results $sha; exit 1",
+    )
+    done = keep(incoming, remote)
+    assert done.returncode == 0, done.stderr
+    assert "moved meanwhile (attempt 1)" in done.stderr and "attempt 2" not in done.stderr
+    messages = git(remote, "log", "--format=%s", "benchmark-results").splitlines()
+    assert messages[:2] == ["Results of gpu-h200", "theirs"]
 
 
 def test_a_repository_that_is_not_there_is_no_empty_one(incoming: Path, tmp_path: Path) -> None:

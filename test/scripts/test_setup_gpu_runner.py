@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,8 +76,28 @@ def test_each_job_gets_a_runner_of_its_own_which_it_cannot_keep() -> None:
     assert f"--url {GIVEN['--url']} --name gpu-h200" in register
     assert "--labels gpu-benchmark,ephemeral" in register
     assert "setpriv --reuid gpu-runner" in register and "--clear-groups" in register
-    removed = next(line for line in prepare.splitlines() if line.startswith("rm -rf"))
-    assert removed.split()[2:] == [f"/var/lib/gpu-runner/{x}" for x in ("runner", "work", "home")]
+
+
+def test_a_job_writes_its_three_folders_alone_and_nothing_of_them_stays() -> None:
+    text = dry_run()
+    prepare, unit = written(text, "prepare"), written(text, "gpu-runner.service")
+    folders = " ".join(f"/var/lib/gpu-runner/{name}" for name in ("runner", "work", "home"))
+    roots = "install -d -o root -g root -m 755 /var/lib/gpu-runner"
+    emptied = "find /var/lib/gpu-runner -xdev -mindepth 1 -delete"
+    lines = [
+        roots,
+        emptied,
+        f"install -d -o gpu-runner -g gpu-runner -m 700 {folders}",
+    ]
+    assert [
+        line for line in prepare.splitlines() if "install -d" in line or "find" in line
+    ] == lines
+    # The unit's working directory, which is there before anything runs.
+    assert f"\n+ {roots}\n" in text
+    assert f"ReadWritePaths={folders}\n" in unit
+    assert f"ExecStopPost=+/usr/bin/env {emptied}\n" in unit
+    # It would make the folder above the job's.
+    assert "StateDirectory" not in unit
 
 
 def test_the_token_is_on_no_command_line() -> None:
@@ -97,7 +118,6 @@ def test_the_unit_is_locked_down() -> None:
         "ProtectSystem": "strict",
         "ProtectHome": "yes",
         "PrivateTmp": "yes",
-        "ReadWritePaths": "/var/lib/gpu-runner",
         "InaccessiblePaths": "/etc/gpu-runner",
         "DevicePolicy": "closed",
         "CapabilityBoundingSet": "",
@@ -107,6 +127,8 @@ def test_the_unit_is_locked_down() -> None:
         "KillMode": "control-group",
     }
     assert expected.items() <= settings.items()
+    closed = {"169.254.0.0/16", "fe80::/10", "fd00:ec2::254", "168.63.129.16", "100.100.100.200"}
+    assert set(settings["IPAddressDeny"].split()) == closed
     # Triton, numba and the runner compile at run time.
     assert "MemoryDenyWriteExecute" not in settings
     # Without a token there is nothing to start, and that is no failure.
@@ -154,6 +176,83 @@ def test_only_root_sets_up() -> None:
     options = {"user": 65534} if os.geteuid() == 0 else {}
     status, text = call(arguments(), cwd="/", **options)
     assert status == 2 and "must be run by root, not by" in text
+
+
+# --- Who owns what root runs --------------------------------------------------------------------
+
+
+def functions(call: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run something with the script's functions that look at the machine, and without what it does."""
+    head, rest = SCRIPT.read_text().split("user=gpu-runner\n")
+    looks = re.search(r"^fail\(\) \{.*?^\}\n", rest, re.M | re.S)
+    given = rest.partition("# --- What is given")[2].partition("# --- What is done")[0]
+    assert looks and "set -euo pipefail" in head and "check_machine" in given
+    text = f"set -euo pipefail\nuser=nobody-of-this-machine dry=0\n{looks[0]}#{given}\n{call}\n"
+    return subprocess.run(
+        ["bash", "-c", text], env=os.environ | env, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_what_is_roots_alone() -> None:
+    assert Path("/bin/sh").resolve().stat().st_uid == 0
+    assert functions("is_roots /bin/sh").returncode == 0
+
+
+def test_what_others_may_change_or_replace_is_not_roots_alone(tmp_path: Path) -> None:
+    file = tmp_path / "python"
+    shutil.copy("/bin/true", file)
+    tmp_path.chmod(0o777)
+    done = functions(f"is_roots {file}")
+    assert done.returncode != 0 and done.stdout == str(tmp_path)
+    # Nor is a link in somebody else's folder, wherever it leads.
+    link = tmp_path / "link"
+    link.symlink_to("/bin/sh")
+    assert functions(f"is_roots {link}").returncode != 0
+    folder = tmp_path / "bin"
+    folder.symlink_to("/bin")
+    assert functions(f"is_roots {folder}/sh").returncode != 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("what", ["file", "folder", "target", "package"])
+def test_root_does_not_run_what_is_somebody_elses(what: str) -> None:
+    # Below a folder that is root's, as the temporary ones are not.
+    place = Path("/opt") if Path("/opt").stat().st_mode & 0o022 == 0 else Path("/root")
+    root = Path(tempfile.mkdtemp(prefix="gpu-runner-test-", dir=place))
+    try:
+        (root / "venv" / "bin").mkdir(parents=True)
+        (root / "fakes").mkdir()
+        (root / "other").mkdir()
+        (root / "venv" / "pyvenv.cfg").touch()
+        package = root / "venv" / "package.py"
+        package.touch()
+        # Whoever runs it leaves a trace; it stands in for systemctl and nvidia-smi as well.
+        real, python = root / "other" / "python3", root / "venv" / "bin" / "python"
+        real.write_text(f"#!/bin/sh\ntouch {root}/ran\n")
+        for name in ("systemctl", "nvidia-smi"):
+            (root / "fakes" / name).write_text("#!/bin/sh\n")
+        for path in root.rglob("*"):
+            path.chmod(0o755)
+        root.chmod(0o755)
+        python.symlink_to("../../other/python3")
+        call = {"python": str(python), "PATH": f"{root}/fakes:{os.environ['PATH']}"}
+        done = functions("check_machine", **call)
+        assert done.returncode == 0, done.stderr
+        assert (root / "ran").exists()
+        (root / "ran").unlink()
+        stranger = {
+            "file": real,
+            "folder": root / "venv" / "bin",
+            "target": root / "other",
+            "package": package,
+        }[what]
+        os.chown(stranger, 65534, 65534)
+        done = functions("check_machine", **call)
+        assert done.returncode == 2
+        assert f"{stranger} must be root's, and nobody else's to write" in done.stderr
+        assert not (root / "ran").exists()
+    finally:
+        shutil.rmtree(root)
 
 
 def test_help_is_the_head_of_the_file() -> None:

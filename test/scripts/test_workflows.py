@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import shutil
 import subprocess
@@ -98,6 +99,26 @@ def test_hosted_jobs_stand_in_for_ci_run() -> None:
         assert "permissions" not in job
     # The fixes are found in the history.
     assert document["jobs"]["prove-fixes"]["steps"][0]["with"]["fetch-depth"] == 0
+
+
+def test_a_change_of_whatever_it_runs_starts_it() -> None:
+    """Scripts that it names, what these import and call, and what is measured."""
+    scripts = REPO_ROOT / "scripts"
+    # What only builds the page, and what makes the environment, changes no number.
+    pending = set(re.findall(r"scripts/(\w+\.(?:py|sh))", GPU.read_text())) | {"report.py"}
+    found: set[str] = set()
+    while pending:
+        name = pending.pop()
+        found.add(name)
+        text = (scripts / name).read_text()
+        named = re.findall(r"(?:scripts|\$here)/(\w+\.(?:py|sh))", text)
+        imported = re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)
+        known = {*named, *(f"{module}.py" for module in imported)} - {"setup_gpu_runner.sh"}
+        pending |= {name for name in known if (scripts / name).is_file()} - found
+    assert {"gpu_landmarks.py", "keep_gpu_results.sh", "process_sessions.py", "bench.py"} <= found
+    patterns = load(GPU)["on"]["push"]["paths"]
+    for name in found:
+        assert any(fnmatch.fnmatch(f"scripts/{name}", pattern) for pattern in patterns), name
 
 
 def test_no_pull_request_comes_near_the_gpu() -> None:

@@ -155,74 +155,98 @@ def compare(
         How many intervals are looked at together. The chance of an error is shared among all of them
         (Bonferroni) before a difference is called more than "perhaps".
     """
-    asked = results.questions[question]
-
-    def readings(metric: str) -> tuple[Reading, Reading]:
-        first, second = (
-            results.reading(Key(machine.name, commit.sha, question, metric, case))
-            for commit in commits
-        )
-        return first, second
-
-    first, second = readings(metric)
+    first, second = _readings(results, commits, machine, question, metric, case)
     if not {first.status, second.status} & {NUMBER, STALLS}:
         return None
-    beside = wording.absolute(asked, metric)
-    noise = results.noises.get((machine.name, question, metric))
-    noisy = results.is_noisy(question, metric)
-    ratio, low, high = _ratio(first, second, noisy, noise)
-    verdict = _verdict(first, second, noisy, low, high)
-    if verdict in (BETTER, WORSE) and noisy and noise is not None:
-        _, *sure = noise.ratio(first.logs, second.logs, confidence=1 - (1 - CONFIDENCE) / family)
-        if _verdict(first, second, noisy, *sure) == WITHIN_NOISE:
-            verdict = f"perhaps {verdict}"
+    units = results.questions[question].units
+    beside = wording.absolute(results.questions[question], metric)
+    noise = results.noise(machine, question, metric, case)
     return Change(
         machine,
         question,
         metric,
         case,
-        asked.units.get(metric, ""),
+        units.get(metric, ""),
         first,
         second,
-        readings(beside) if beside else None,
-        asked.units.get(beside, "") if beside else "",
-        ratio,
-        low,
-        high,
-        verdict,
+        _readings(results, commits, machine, question, beside, case) if beside else None,
+        units.get(beside, "") if beside else "",
+        *_ratio(first, second, noise),
+        _verdict(first, second, noise, family),
     )
 
 
-def _ratio(
-    first: Reading, second: Reading, noisy: bool, noise: Noise | None
-) -> tuple[float, float, float]:
-    """After by before with its interval, as far as there are such."""
+def _readings(
+    results: Results,
+    commits: tuple[Commit, Commit],
+    machine: Machine,
+    question: str,
+    metric: str,
+    case: str,
+) -> tuple[Reading, Reading]:
+    before, after = commits
+    return (
+        results.reading(Key(machine.key, before.sha, question, metric, case)),
+        results.reading(Key(machine.key, after.sha, question, metric, case)),
+    )
+
+
+def _is_certain(first: Reading, second: Reading) -> bool:
+    """Whether no noise is between two numbers.
+
+    A 0 without spread has no logarithm, and needs none: whatever has a band lies above it.
+    """
+    if not (first.has_band and second.has_band):
+        return False
+    return (first.is_exact and second.is_exact) or 0 in (first.value, second.value)
+
+
+def _is_same(first: Reading, second: Reading) -> bool:
+    # asv gets five digits.
+    return math.isclose(first.value, second.value, rel_tol=1e-9)
+
+
+def _ratio(first: Reading, second: Reading, noise: Noise | None) -> tuple[float, float, float]:
+    """After by before with its interval at 95%, as far as there are such."""
     if not first.status == second.status == NUMBER:
         return math.nan, math.nan, math.nan
+    ratio = second.value / first.value if first.value else math.nan
+    if _is_certain(first, second):
+        ratio = 1.0 if _is_same(first, second) else ratio
+        return ratio, ratio, ratio
     if noise is not None and first.logs and second.logs:
         return noise.ratio(first.logs, second.logs)
-    if first.value == second.value == 0 and not noisy:
-        return 1.0, 1.0, 1.0
-    ratio = second.value / first.value if first.value else math.nan
-    return (ratio, math.nan, math.nan) if noisy else (ratio, ratio, ratio)
+    return ratio, math.nan, math.nan
 
 
-def _verdict(first: Reading, second: Reading, noisy: bool, low: float, high: float) -> str:
+def _verdict(first: Reading, second: Reading, noise: Noise | None, family: int) -> str:
     """In words. Smaller is better in everything that asv tracks here."""
     if STALLS in (first.status, second.status):
-        if first.status == second.status:
-            return STILL_STALLS
-        if second.status == STALLS:
-            return STALLS_NOW
-        return RUNS_NOW if second.status == NUMBER else NOT_COMPARABLE
-    if first.status != NUMBER or second.status != NUMBER:
+        return _stalling(first, second)
+    if not first.status == second.status == NUMBER:
         return NOT_COMPARABLE
-    if not noisy:
-        if first.value == second.value:
+    if _is_certain(first, second):
+        if _is_same(first, second):
             return SAME
         return BETTER if second.value < first.value else WORSE
-    if math.isnan(low):
+    if noise is None or not (first.logs and second.logs):
         return NO_INTERVAL
+    verdict = _side_of_one(noise.ratio(first.logs, second.logs))
+    confidence = 1 - (1 - CONFIDENCE) / family
+    sure = _side_of_one(noise.ratio(first.logs, second.logs, confidence=confidence))
+    return verdict if verdict == sure else f"perhaps {verdict}"
+
+
+def _stalling(first: Reading, second: Reading) -> str:
+    if first.status == second.status:
+        return STILL_STALLS
+    if second.status == STALLS:
+        return STALLS_NOW
+    return RUNS_NOW if second.status == NUMBER else NOT_COMPARABLE
+
+
+def _side_of_one(interval: tuple[float, float, float]) -> str:
+    _, low, high = interval
     if high < 1:
         return BETTER
     return WORSE if low > 1 else WITHIN_NOISE

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lab.report.noise import Noise, pool, process_logs
+from lab.report.noise import Noise, by_case, process_logs
 
 STALLED = "stalled"
 """The metric that is 1 where a commit cannot do the work of a case at all."""
@@ -17,7 +17,7 @@ NUMBER, STALLS, UNAVAILABLE, FAILED, MISSING = "number", "stalls", "n/a", "faile
 
 @dataclass(frozen=True)
 class Machine:
-    """Where something was measured.
+    """Where something was measured: a machine as it was then, whose numbers make a series.
 
     Attributes
     ----------
@@ -28,12 +28,21 @@ class Machine:
     is_gpu : bool
     facts : mapping of str to str
         What is known of hardware and software, in the order to show it.
+    state : tuple of str
+        Where a machine has several, what tells them apart: driver, torch and the like. What was measured
+        behind another driver is another measurement.
     """
 
     name: str
     label: str
     is_gpu: bool = False
     facts: Mapping[str, str] = field(default_factory=dict)
+    state: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """What its numbers are kept under (`Key.machine`)."""
+        return ", ".join((self.name, *self.state))
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Key:
-    """Which number."""
+    """Which number; `machine` is the `key` of a `Machine`."""
 
     machine: str
     sha: str
@@ -123,9 +132,9 @@ class Reading:
     value : float
         NaN without a number. Where there are processes, the geometric mean of their medians.
     low, high : float
-        Bounds of the noise band; equal to `value` for an exact metric, NaN where noise is not known.
+        Bounds of the noise band; equal to `value` for an exact number, NaN where noise is not known.
     logs : tuple of float
-        Logarithms of the processes' medians.
+        Logarithms of the processes' medians. Empty for 0, which has none.
     """
 
     status: str
@@ -138,6 +147,11 @@ class Reading:
     def has_band(self) -> bool:
         """Whether its noise is known."""
         return math.isfinite(self.low)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is known to have none."""
+        return self.has_band and self.low == self.high
 
 
 @dataclass
@@ -165,19 +179,32 @@ class Results:
     notes: list[str] = field(default_factory=list)
 
     @functools.cached_property
-    def noises(self) -> dict[tuple[str, str, str], Noise | None]:
-        """Noise by machine, question and metric, for each metric that has samples anywhere."""
-        groups: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
+    def noises(self) -> dict[tuple[str, str, str, str], Noise | None]:
+        """Noise by machine, question, metric and case, for each case that has samples anywhere."""
+        groups: dict[tuple[str, str, str], dict[str, list[tuple[float, ...]]]] = {}
         for key, found in self.measured.items():
             if found.samples:
-                place = groups.setdefault((key.machine, key.question, key.metric), [])
-                place.append(process_logs(found.samples, self.processes))
-        return {key: pool(logs) for key, logs in groups.items()}
+                place = groups.setdefault((key.machine, key.question, key.metric), {})
+                logs = process_logs(found.samples, self.processes)
+                place.setdefault(key.case, []).append(logs)
+        return {
+            (*place, case): noise
+            for place, cases in groups.items()
+            for case, noise in by_case(cases).items()
+        }
 
-    def is_noisy(self, question: str, metric: str) -> bool:
-        """Whether numbers of the metric differ from run to run: it has samples, or is measured."""
-        if any(key[1:] == (question, metric) for key in self.noises):
-            return True
+    def noise(self, machine: Machine, question: str, metric: str, case: str) -> Noise | None:
+        """The noise of a case; None where it has none, or where that is not known."""
+        return self.noises.get((machine.key, question, metric, case))
+
+    def varies(self, question: str, metric: str, machine: Machine | None = None) -> bool:
+        """Whether the metric differs from run to run: some case has samples, or a clock was read."""
+        return self._is_timed(question, metric) or any(
+            key[1:3] == (question, metric) and (machine is None or key[0] == machine.key)
+            for key in self.noises
+        )
+
+    def _is_timed(self, question: str, metric: str) -> bool:
         return is_measured(self.questions[question].units.get(metric, ""))
 
     def reading(self, key: Key) -> Reading:
@@ -192,10 +219,12 @@ class Results:
             return Reading(FAILED)
         if math.isnan(found.value):
             return Reading(UNAVAILABLE)
-        if not self.is_noisy(key.question, key.metric):
-            return Reading(NUMBER, found.value, found.value, found.value)
+        if not found.samples and not self._is_timed(key.question, key.metric):
+            # What is counted has samples only where rounds differ, case by case: here all were the same.
+            logs = process_logs([found.value] * self.processes, self.processes)
+            return Reading(NUMBER, found.value, found.value, found.value, logs)
         logs = process_logs(found.samples, self.processes)
-        noise = self.noises.get((key.machine, key.question, key.metric))
+        noise = self.noises.get((key.machine, key.question, key.metric, key.case))
         if not logs or noise is None:
             return Reading(NUMBER, found.value, logs=logs)
         return Reading(NUMBER, *noise.band(logs), logs)
@@ -207,14 +236,14 @@ class Results:
             for key in self.measured
             if key.question == question and metric in (None, key.metric)
         }
-        return [machine for machine in self.machines if machine.name in names]
+        return [machine for machine in self.machines if machine.key in names]
 
     def line(
         self, machine: Machine, question: str, metric: str, case: str
     ) -> Iterator[tuple[Commit, Reading]]:
         """A reading for each commit."""
         for commit in self.commits:
-            yield commit, self.reading(Key(machine.name, commit.sha, question, metric, case))
+            yield commit, self.reading(Key(machine.key, commit.sha, question, metric, case))
 
 
 def is_measured(unit: str) -> bool:

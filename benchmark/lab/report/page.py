@@ -22,6 +22,7 @@ from lab.report.data import (
     Question,
     Reading,
     Results,
+    is_measured,
 )
 
 MORE_THAN_ENOUGH = 24
@@ -50,7 +51,7 @@ class Figure:
     machines: tuple[tuple[int, Machine], ...]
     panels: tuple[Drawn, ...]
     more: tuple[Drawn, ...]
-    command: str
+    commands: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _measured_on(results: Results) -> dict[str, list[Machine]]:
     """Machines by commit."""
     pairs = {(key.sha, key.machine) for key in results.measured}
     return {
-        commit.sha: [m for m in results.machines if (commit.sha, m.name) in pairs]
+        commit.sha: [m for m in results.machines if (commit.sha, m.key) in pairs]
         for commit in results.commits
     }
 
@@ -152,13 +153,10 @@ def section(results: Results, question: Question) -> Section:
         question,
         tuple(figure(results, question, metric) for metric in plotted or metrics[:1]),
         tuple(
-            (machine, rows(results, question, machine)) for machine in _machines(results, question)
+            (machine, rows(results, question, machine))
+            for machine in results.machines_with(question.name)
         ),
     )
-
-
-def _machines(results: Results, question: Question) -> list[Machine]:
-    return results.machines_with(question.name)
 
 
 def figure(results: Results, question: Question, metric: str) -> Figure:
@@ -174,7 +172,7 @@ def figure(results: Results, question: Question, metric: str) -> Figure:
         numbered,
         tuple(panel for case, panel in drawn.items() if panel and question.cases[case]),
         tuple(panel for case, panel in drawn.items() if panel and not question.cases[case]),
-        wording.command(question.name),
+        tuple(wording.commands(question.name, machines)),
     )
 
 
@@ -188,7 +186,7 @@ def _is_relative(results: Results, question: str, metric: str) -> bool:
         and not math.isnan(found.value)
     ]
     return (
-        results.is_noisy(question, metric)
+        results.varies(question, metric)
         and metric not in wording.SHARES
         and all(value > 0 for value in values)
     )
@@ -201,22 +199,33 @@ def _figure_note(results: Results, question: Question, metric: str, relative: bo
         parts.append(f"Each case as a multiple of its first number; its unit is {unit}.")
     else:
         parts.append(f"In {unit}.")
-    parts.append(_noise_note(results, question.name, metric))
+    parts.append(_noise_note(results, question, metric))
     return " ".join(parts)
 
 
-def _noise_note(results: Results, question: str, metric: str) -> str:
-    if not results.is_noisy(question, metric):
+def _noise_note(results: Results, question: Question, metric: str) -> str:
+    if not results.varies(question.name, metric):
         return "Exact: the same in every run, so there is no noise band."
-    machines = results.machines_with(question, metric)
-    known = [m for m in machines if results.noises.get((m.name, question, metric)) is not None]
-    without = (
-        wording.listed(m.label for m in machines if m not in known) if machines != known else ""
-    )
+    # On a machine where no round differs, what is counted is exact.
+    machines = [
+        machine
+        for machine in results.machines_with(question.name, metric)
+        if results.varies(question.name, metric, machine)
+    ]
+    known = {
+        place[0]
+        for place, noise in results.noises.items()
+        if noise is not None and place[1:3] == (question.name, metric)
+    }
     if not known:
         return "No noise band: these results have no samples of several processes."
     note = "Bars and ribbon: noise between processes, 95%."
-    return f"{note} None for {without}: no samples of several processes." if without else note
+    if not is_measured(question.units.get(metric, "")):
+        note += " A number without them was the same in every round, or its noise is not known."
+    without = [m.label for m in machines if m.key not in known]
+    if without:
+        note += f" None for {wording.listed(without)}: no samples of several processes."
+    return note
 
 
 def _draw(
@@ -275,7 +284,7 @@ def rows(results: Results, question: Question, machine: Machine) -> tuple[Row, .
     for case in question.cases:
         for metric, unit in question.units.items():
             readings = [
-                results.reading(Key(machine.name, commit.sha, question.name, metric, case))
+                results.reading(Key(machine.key, commit.sha, question.name, metric, case))
                 for commit in results.commits
             ]
             if metric == STALLED or {r.status for r in readings} <= {MISSING, UNAVAILABLE}:

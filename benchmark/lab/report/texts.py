@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from lab.report import changes, wording
 from lab.report.data import NUMBER, STALLS, Commit, Machine, Reading, Results
 
-LOWER_IS_BETTER = "lower is better ↓"
-
 
 def reading(found: Reading, unit: str = "") -> str:
     """A cell of a table."""
@@ -50,8 +48,10 @@ def sentence(results: Results, machine: Machine, question: str, metric: str, cas
 
 
 def _ratio(change: changes.Change | None) -> str:
-    if change is None or math.isnan(change.ratio):
+    if change is None:
         return "no ratio."
+    if math.isnan(change.ratio):
+        return f"no ratio: {change.verdict}."
     text = f"{wording.factor(change.ratio)} times"
     if math.isfinite(change.low) and change.low != change.high:
         text += f" {wording.interval(change.low, change.high)}"

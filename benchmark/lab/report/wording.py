@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable
 from typing import Final
 
 from lab.formats import significant
-from lab.report.data import STALLED, Question
+from lab.report.data import STALLED, Machine, Question
 
 RATIO: Final = "_ratio"
 """Ends the name of a metric that is a time by the time of an anchor beside it."""
@@ -151,6 +152,29 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(rest)} and {last}" if rest else last
 
 
-def command(question: str) -> str:
-    """The command that measures a question again."""
-    return f"""make bench ARGS="--rerun --bench '^{question}\\\\.'\""""
+def commands(question: str, machines: Iterable[Machine]) -> list[tuple[str, str]]:
+    """The commands that measure a question again, one for each way to measure that machines need.
+
+    Parameters
+    ----------
+    question : str
+    machines : iterable of Machine
+        The machines whose numbers are shown.
+
+    Returns
+    -------
+    list of tuple of str
+        Where it is to be run, and the command, ready to be pasted into a shell.
+    """
+    regex = shlex.quote(rf"^{question}\.")
+    # A state of a machine cannot be brought back by a command, so each machine is there once.
+    found = {}
+    for machine in machines:
+        if machine.is_gpu:
+            name = shlex.quote(machine.name)
+            command = f"python scripts/gpu_landmarks.py asv --machine {name} --bench {regex}"
+            found[f"On the GPU machine {machine.name}"] = command
+        else:
+            # Within double quotes, a shell leaves a backslash before a dot alone.
+            found["On a CPU"] = f'make bench ARGS="--rerun --bench {regex}"'
+    return list(found.items())
