@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lab.arguments import positive_int
 from lab.cases import CASES
@@ -26,6 +26,14 @@ from lab.remote import environment
 
 # Seconds without any event after which a worker is killed. It notices a stall itself, far earlier.
 SILENCE_S = 300.0
+
+# Columns of the table, of which those that no case has are left out.
+SHOWN: Final = (
+    *("tokens_per_s", "us_per_token", "us_per_token_ratio", "itl_p50_ms", "itl_p99_ms"),
+    *("accepted_length", "forward_occupancy", "fwd_occupancy", "host_us_per_step", "prepare_us"),
+    *("merge_us", "filter_us", "us_per_step", "us_per_join", "blocking_per_step"),
+    *("transfer_bytes_per_step", "peak_step_bytes", "penalty_state_bytes"),
+)
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -236,8 +244,7 @@ def _print_table(results: dict[str, Event]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    names = ("tokens_per_s", "us_per_token", "us_per_token_ratio", "itl_p50_ms", "itl_p99_ms")
-    names += ("accepted_length", "forward_occupancy", "host_us_per_step")
+    names = [name for name in SHOWN if any(name in r.get("metrics", {}) for r in results.values())]
     table = Table("case", *(name.replace("_", " ") for name in names))
     for case, result in results.items():
         found = result.get("metrics", {})
