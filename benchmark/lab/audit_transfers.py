@@ -194,7 +194,7 @@ def _backend_args(penalty_backend: str | None) -> dict[str, str]:
 
 
 class TransferSession:
-    """Runs rounds of cases of the question ``transfers``, as `lab.workloads.Session` does of others.
+    """Runs rounds of cases of the question ``transfers``, as `lab.sessions.Session` does of others.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ from typing import Any, Final
 from lab import devices, models
 from lab.arguments import positive_int
 from lab.cases import Case, Setup
-from lab.workloads import Session
+from lab.sessions import Session
 
 # Its config.json, as far as the engine reads it.
 SMOLLM2_135M: Final[dict[str, Any]] = {

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lab import devices, metrics
 from lab.cases import Case, Setup
-from lab.workloads import Probe, Session, sampling_params
+from lab.sessions import Probe, Session, sampling_params
 
 # Decode steps at either end of a round that are not looked at: they stand beside prefill and end.
 EDGE = 2

@@ -150,7 +150,7 @@ def _timely(stepper: Stepper) -> Block:
 
 
 class PenaltySession:
-    """Runs rounds of cases of the question ``penalties``, as `lab.workloads.Session` does of others.
+    """Runs rounds of cases of the question ``penalties``, as `lab.sessions.Session` does of others.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ def serve_session(setup_json: str) -> Handler:
     ``seconds`` of the whole call.
     """
     from lab.cases import Case, Setup
-    from lab.workloads import Session, sampling_params
+    from lab.sessions import Session, sampling_params
 
     setup = Setup(**json.loads(setup_json))
     session = Session(setup, Path.cwd())

@@ -26,7 +26,8 @@ from lab.cases import CASES, Case
 from lab.metrics import with_ratios
 from lab.models import Unsupported
 from lab.remote import Remote, end_with_parent
-from lab.workloads import Session, make_session
+from lab.sessions import Session
+from lab.workloads import make_session
 
 # Seconds without a new token after which a mixed workload counts as stalled. A step of the slowest case
 # takes a second on a busy machine.

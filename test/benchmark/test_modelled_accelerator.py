@@ -23,7 +23,7 @@ from lab.modelled_accelerator import (
     predicted_occupancy,
     quick_switches,
 )
-from lab.workloads import Session
+from lab.sessions import Session
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.server_args import ServerArgs
 

@@ -16,7 +16,7 @@ from lab.anchor import Anchor
 from lab.cases import CASES, QUESTIONS, Case, Setup
 from lab.metrics import WorkNotDone
 from lab.remote import Remote, RemoteError
-from lab.workloads import Gate, Probe, Session
+from lab.sessions import Gate, Probe, Session
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
