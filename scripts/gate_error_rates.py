@@ -18,8 +18,8 @@ Examples
 --------
 ::
 
-    python scripts/gate_error_rates.py --out .cache/gate-trials.jsonl
-    python scripts/gate_error_rates.py --out .cache/gate-trials.jsonl --summary
+    python scripts/gate_error_rates.py --out benchmark/gate-trials.jsonl
+    python scripts/gate_error_rates.py --out benchmark/gate-trials.jsonl --summary
 """
 
 from __future__ import annotations
@@ -161,12 +161,17 @@ def run_trial(base: Side, head: Side, minutes: float) -> dict[str, Any]:
     try:
         compared = compare(base, head, cases, minutes, None, lambda *_: None, lambda _: None)
         found["pairs"] = len(compared.pairs)
-        found["verdicts"] = [asdict(verdict) for verdict in compared.judge()]
+        found["verdicts"] = [_rounded(asdict(verdict)) for verdict in compared.judge()]
     except ContestError as error:
         found["error"] = str(error)
     found["seconds"] = round(time.monotonic() - started)
     found["load"] = [round(load, 2), round(os.getloadavg()[0], 2)]
     return found
+
+
+def _rounded(verdict: dict[str, Any]) -> dict[str, Any]:
+    """With as many digits as mean something."""
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in verdict.items()}
 
 
 def describe_gate(minutes: float) -> dict[str, Any]:
