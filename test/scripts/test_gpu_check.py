@@ -127,7 +127,8 @@ def test_a_dry_run_walks_through_every_step(tmp_path: Path) -> None:
     assert steps["sync-debug"]["found"]["blocking"] == 0
     assert steps["sync-debug"]["found"]["raised"] == 0
     for result in steps["occupancy"]["found"]["results"]:
-        assert 0 < result["before"] <= 1 and 0 < result["after"] <= 1
+        # A step may end a little earlier than its forward's time after the one before.
+        assert 0 < result["before"] <= 1.01 and 0 < result["after"] <= 1.01
     assert steps["asv"]["found"]["commits"][0]["values"] > 0
 
 
