@@ -667,14 +667,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _settle_device(asked: str | None) -> str:
-    """Name of the device, which processes of the laboratory take from the environment."""
-    if asked is not None:
-        os.environ[devices.DEVICE_VARIABLE] = asked
-    name = os.environ[devices.DEVICE_VARIABLE] = devices.chosen()
-    return name
-
-
 def _write(path: Path | None, document: dict[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(document, indent=2) + "\n")
@@ -685,7 +677,7 @@ def _main_occupancy(args: argparse.Namespace) -> int:
         if case not in CASES:
             raise BenchError(f"there is no case {case!r}")
     found = packages(REPO_ROOT)
-    device = _settle_device(args.device)
+    device = devices.choose(args.device)
     clock, options = Clock(args.seconds), args.model_options.split()
     results: list[Occupancy] = []
     try:
@@ -717,7 +709,7 @@ def _main_asv(args: argparse.Namespace) -> int:
         if number is not None:
             os.environ[name] = str(number)
     document: dict[str, Any] = {
-        "device": _settle_device(args.device),
+        "device": devices.choose(args.device),
         "skipped": why_no_asv(REPO_ROOT),
     }
     found: list[Measured] = []

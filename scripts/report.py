@@ -36,6 +36,7 @@ from prove_fixes import FIXES, ProofError, git
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
+from lab.arguments import positive_int  # noqa: E402
 from lab.cases import PROCESSES  # noqa: E402
 from lab.report import wording  # noqa: E402
 from lab.report.data import Commit, Key, Machine, Measured, Question, Results  # noqa: E402
@@ -472,12 +473,6 @@ def screenshot(page: Path, picture: Path, part: str) -> None:
         browser.close()
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     summary = (__doc__ or "").partition("\n")[0]
@@ -493,7 +488,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="the page (.asv/report.html)")
     parser.add_argument(
         "--processes",
-        type=_count,
+        type=positive_int,
         default=PROCESSES,
         help="processes that the samples of a case come from (%(default)s)",
     )

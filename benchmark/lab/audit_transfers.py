@@ -120,7 +120,7 @@ def audit(
             decode_steps.append(record.step)
 
     with tempfile.TemporaryDirectory(prefix="lab-audit-") as scratch:
-        engine_args = _engine_args(Path(scratch), speculative) | engine_args
+        engine_args = engine_args_for(Path(scratch), speculative) | engine_args
         engine_args |= _backend_args(penalty_backend)
         with (
             one_thread(),
@@ -129,7 +129,8 @@ def audit(
         ):
             # Nothing runs yet that loading a model could hold up.
             ledger.transfers.clear()
-            _generate(engine, batch_size, _output_len(speculative, steps), PENALTIES[penalties])
+            tokens = output_len_for(speculative, steps)
+            generate_checked(engine, batch_size, tokens, PENALTIES[penalties])
             transfers = list(ledger.transfers)
     chosen = len(decode_steps)
     if phase == "decode":
@@ -138,7 +139,7 @@ def audit(
     return Audit(transfers, chosen, ledger.device_type)
 
 
-def _engine_args(scratch: Path, speculative: str) -> dict[str, Any]:
+def engine_args_for(scratch: Path, speculative: str) -> dict[str, Any]:
     """Arguments for an engine with a tiny model, which is written below `scratch`."""
     args: dict[str, Any] = {
         "model_path": models.write_tiny_model(scratch / "tiny", vocab_size=_VOCAB),
@@ -156,14 +157,16 @@ def _engine_args(scratch: Path, speculative: str) -> dict[str, Any]:
     return args
 
 
-def _output_len(speculative: str, steps: int) -> int:
+def output_len_for(speculative: str, steps: int) -> int:
     """Tokens that take a request so many decode steps, and those at the edges, at least."""
     # A speculative step may yield several tokens a request.
     most = 1 if speculative == "none" else DRAFT_SHAPES[speculative]["speculative_num_steps"] + 1
     return (steps + 2 * _EDGE + 1) * most
 
 
-def _generate(engine: Any, batch_size: int, output_len: int, penalties: dict[str, Any]) -> None:
+def generate_checked(
+    engine: Any, batch_size: int, output_len: int, penalties: dict[str, Any]
+) -> None:
     """Run requests to their end, and see that they got there."""
     prompts = models.random_prompts(_VOCAB, 12, batch_size)
     params = {"max_new_tokens": output_len, "ignore_eos": True, "temperature": 0, **penalties}

@@ -86,9 +86,7 @@ class Case:
     penalties : bool
         Whether each has all four penalties and a logit bias.
     rounds : int
-        How often a measurement repeats it, in each process.
-    processes : int
-        In how many processes.
+        How often a measurement repeats it, in each process, if it `varies`.
     forward_ms : float
         How long a forward takes on the modelled accelerator.
     quick : bool
@@ -102,7 +100,6 @@ class Case:
     output_len: int = 32
     penalties: bool = False
     rounds: int = 3
-    processes: int = PROCESSES
     forward_ms: float = 0.0
     quick: bool = False
 
@@ -204,8 +201,6 @@ def _transfers() -> Iterator[Case]:
             batch_size=4,
             output_len=8,
             penalties=penalties,
-            rounds=1,
-            processes=1,
             quick=overlap,
         )
 
@@ -245,8 +240,6 @@ def _memory() -> Iterator[Case]:
             batch_size=8,
             output_len=32,
             penalties=penalties,
-            rounds=1,
-            processes=1,
             quick=penalties,
         )
 

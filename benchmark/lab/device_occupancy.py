@@ -115,10 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
     args = parser.parse_args(argv)
-    if args.device is not None:
-        os.environ[devices.DEVICE_VARIABLE] = args.device
     try:
-        device = devices.chosen()
+        device = devices.choose(args.device)
     except ValueError as error:
         parser.error(str(error))
     import sglang

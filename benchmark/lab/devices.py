@@ -29,6 +29,20 @@ def chosen() -> str:
     return name
 
 
+def choose(name: str | None) -> str:
+    """Let the whole laboratory be on a device, or on the one that it is on anyway; return its name.
+
+    Parameters
+    ----------
+    name : str, optional
+        ``cpu`` or ``cuda``. Processes that are started from now on take it from the environment.
+    """
+    if name is not None:
+        os.environ[DEVICE_VARIABLE] = name
+    found = os.environ[DEVICE_VARIABLE] = chosen()
+    return found
+
+
 def device() -> torch.device:
     """The same as a device of torch."""
     import torch

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lab.arguments import positive_int
-from lab.cases import CASES
+from lab.cases import CASES, PROCESSES
 from lab.formats import significant
 from lab.metrics import summarise
 from lab.remote import environment
@@ -84,7 +84,7 @@ def run_cases(
     rounds : int, optional
         Rounds a case in each process, instead of what the case says.
     processes : int, optional
-        Processes a case, instead of what the case says; of one that does not vary it is one.
+        Processes a case, instead of `lab.cases.PROCESSES`; of one that does not vary it is one.
     stall_s : float, optional
         Seconds without a token after which a mixed workload counts as stalled.
     on_event : callable
@@ -99,9 +99,7 @@ def run_cases(
     """
     names = list(names)
     found: dict[str, list[Event]] = {name: [] for group in by_setup(names) for name in group}
-    wanted = {
-        name: (processes or CASES[name].processes) if CASES[name].varies else 1 for name in found
-    }
+    wanted = {name: processes or PROCESSES if CASES[name].varies else 1 for name in found}
     turn = 0
     while names := [name for name in names if turn < wanted[name]]:
 

@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,19 +31,22 @@ from typing import Any, Final
 
 import torch
 
-from lab import devices, metrics, models
+from lab import devices
 from lab.arguments import positive_int
-from lab.audit_transfers import PENALTIES, audit, one_thread
-from lab.cases import DRAFT_SHAPES
+from lab.audit_transfers import (
+    PENALTIES,
+    audit,
+    engine_args_for,
+    generate_checked,
+    one_thread,
+    output_len_for,
+)
+from lab.metrics import WorkNotDone
 
 # Speculation, and the penalties' backend. The dense one has the copy that fix #28500 is about.
 RUNS: Final = (("none", "sparse"), ("chain", "sparse"), ("tree", "sparse"), ("chain", "dense"))
 # Decode steps that are left out at either end.
 EDGE: Final = 2
-_VOCAB: Final = 512
-_PROMPT_LEN: Final = 12
-# Seconds after which an engine that has given its results should be at rest.
-_REST_S: Final = 10.0
 
 
 @dataclass
@@ -130,33 +131,6 @@ def _nothing(mode: str) -> None:
     """On the CPU there is no such mode."""
 
 
-def check_pools(engine: Any, timeout: float = _REST_S) -> None:
-    """See that all KV slots and rows are free once the engine has come to rest.
-
-    Under overlap a step is under way when the last results come out.
-
-    Raises
-    ------
-    WorkNotDone
-        If they are not, after so many seconds.
-    """
-    scheduler = engine.scheduler
-    wanted = (scheduler.max_total_num_tokens, scheduler.req_to_token_pool.size)
-    limit = time.monotonic() + timeout
-    while True:
-        free = (
-            scheduler.token_to_kv_pool_allocator.available_size(),
-            scheduler.req_to_token_pool.available_size(),
-        )
-        if free == wanted:
-            return
-        if time.monotonic() > limit:
-            raise metrics.WorkNotDone(
-                f"{free[0]} KV slots and {free[1]} rows are free at rest, of {wanted[0]} and {wanted[1]}"
-            )
-        time.sleep(0.01)
-
-
 def decode_under_error(finding: Finding, steps: int, batch_size: int = 4) -> None:
     """Decode with the debug mode on, and note in `finding` what raised.
 
@@ -169,50 +143,23 @@ def decode_under_error(finding: Finding, steps: int, batch_size: int = 4) -> Non
 
     set_mode = torch.cuda.set_sync_debug_mode if finding.device == "cuda" else _nothing
     switch = Switch(steps, set_mode)
-    shape = finding.speculative
-    most = 1 if shape == "none" else DRAFT_SHAPES[shape]["speculative_num_steps"] + 1
-    params = {
-        "max_new_tokens": (steps + 2 * EDGE + 1) * most,
-        "ignore_eos": True,
-        "temperature": 0,
-        **PENALTIES["all"],
-    }
     with tempfile.TemporaryDirectory(prefix="lab-sync-") as scratch, one_thread():
-        args: dict[str, Any] = {}
-        if shape != "none":
-            draft = models.write_tiny_model(Path(scratch) / "draft", draft=True, vocab_size=_VOCAB)
-            args = DRAFT_SHAPES[shape] | {
-                "speculative_algorithm": "EAGLE",
-                "speculative_draft_model_path": draft,
-            }
+        args = engine_args_for(Path(scratch), finding.speculative)
         with sgl.Engine(
-            model_path=models.write_tiny_model(Path(scratch) / "tiny", vocab_size=_VOCAB),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_total_tokens=4096,
+            **args,
             device=finding.device,
             penalty_backend=finding.penalty_backend,
             observer=switch,
-            **args,
         ) as engine:
-            prompts = models.random_prompts(_VOCAB, _PROMPT_LEN, batch_size)
-
-            def generate() -> None:
-                results = engine.generate(input_ids=prompts, sampling_params=params)
-                lengths = [_PROMPT_LEN] * batch_size
-                metrics.check_results(results, lengths, params["max_new_tokens"])
-
-            generate()  # compiles
+            tokens = output_len_for(finding.speculative, steps)
+            generate_checked(engine, batch_size, tokens, PENALTIES["all"])  # compiles
             switch.arm()
             try:
-                generate()
-            except metrics.WorkNotDone:
+                generate_checked(engine, batch_size, tokens, PENALTIES["all"])
+            except WorkNotDone:
                 raise
             except Exception as error:
                 finding.raised = f"{type(error).__name__}: {error}"
-            else:
-                check_pools(engine)
             finally:
                 switch.off()
                 finding.steps = switch.watched
@@ -241,10 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="LAB_DEVICE, else CUDA if there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
     args = parser.parse_args(argv)
-    if args.device is not None:
-        os.environ[devices.DEVICE_VARIABLE] = args.device
     try:
-        device = devices.chosen()
+        device = devices.choose(args.device)
     except ValueError as error:
         parser.error(str(error))
     findings: list[Finding] = []
