@@ -66,7 +66,7 @@ marks=(--seconds 88 --rounds 1 --processes 1)
 if ((dry)); then
   device=cpu
   # Nothing is fast here, and nothing is at stake.
-  tests=240 sync_debug=240 kernels=240 occupancy=240 asv=240 table=60
+  tests=240 sync_debug=240 kernels=240 occupancy=240 asv=240 probe=60 table=60
   # A machine that is none is nothing to tell asv of for good.
   mkdir -p "$out/home" || exit 2
   home=(env "HOME=$out/home" "ASV_MACHINE=dry-run")
@@ -75,8 +75,14 @@ if ((dry)); then
   sides=(--seconds 230 --cases overlap/chain-b8-t5ms
     --model-options '--model tiny --batch-size 2 --output-len 8 --rounds 1')
   marks=(--seconds 230 --rounds 1 --processes 1 --most 1 --bench '^penalties\.Penalties\.')
-elif ! timeout --kill-after=2 "$probe" \
-  "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+fi
+timeout --kill-after=2 "$probe" \
+  "$PYTHON" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'
+status=$?
+if ((status != 0 && status != 3)); then
+  echo "gpu_check: '$PYTHON' (PYTHON) cannot import torch; name an interpreter that can" >&2
+  exit 2
+elif ((status == 3 && !dry)); then
   echo 'gpu_check: torch sees no CUDA device; --dry-run runs the steps on the CPU' >&2
   exit 2
 fi

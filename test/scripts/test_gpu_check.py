@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ SCRIPT = Path(gpu_summary.__file__).with_name("gpu_check.sh")
 
 
 def check(*arguments: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    # To make, PYTHON is what an environment is made with: it need not have torch.
     return subprocess.run(
         ["bash", str(SCRIPT), *arguments],
-        env=os.environ | env,
+        env=os.environ | {"PYTHON": sys.executable} | env,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -54,8 +56,14 @@ def test_what_is_refused(arguments: Sequence[str], said: str) -> None:
 
 
 def test_a_check_of_a_gpu_needs_one(tmp_path: Path) -> None:
-    done = check("--out", str(tmp_path), PYTHON="false")
+    done = check("--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "--dry-run runs the steps on the CPU" in done.stderr
+
+
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]])
+def test_an_interpreter_without_torch_is_refused(tmp_path: Path, mode: Sequence[str]) -> None:
+    done = check(*mode, "--out", str(tmp_path), PYTHON="false")
+    assert done.returncode == 2 and "'false' (PYTHON) cannot import torch" in done.stderr
 
 
 def test_the_limits_come_to_eight_minutes() -> None:
@@ -68,7 +76,7 @@ def test_the_limits_come_to_eight_minutes() -> None:
     assert others
     grace, probe, last = map(int, others.groups())
     # Whatever runs is ended in time, and killed if it does not end.
-    calls = re.findall(r"^ *(?:elif ! )?timeout (.*?)(?: \\)?$", text, re.MULTILINE)
+    calls = re.findall(r"^ *timeout (.*?)(?: \\)?$", text, re.MULTILINE)
     assert [re.sub(r" \"\$(PYTHON|@)\".*", "", call) for call in calls] == [
         '--kill-after=2 "$probe"',
         '--signal=INT --kill-after="$grace" "$limit"',
@@ -90,7 +98,7 @@ def test_a_step_that_fails_fails_the_check(tmp_path: Path) -> None:
     )
     python.chmod(0o755)
     out = tmp_path / "out"
-    env = {"PYTHON": str(python), "REAL": __import__("sys").executable}
+    env = {"PYTHON": str(python), "REAL": sys.executable}
     done = check("--dry-run", "--out", str(out), **env)
     assert done.returncode == 1, done.stderr
     summary = json.loads((out / "summary.json").read_text())
