@@ -2,12 +2,13 @@
 """Is HEAD slower than BASE? A verdict for each metric, with an interval. (``make bench-gate``)
 
 Both packages are measured in turns, in pairs of processes (`lab.contest`), for as long as
-``--minutes`` say. The intervals hold all at once: where nothing has changed, one run in a hundred
-should call any metric faster or slower (`lab.verdicts`); ``docs/benchmarking.md`` says how many do.
-BASE and HEAD are commits, or directories that hold ``sglang`` (``python`` is the working tree's).
+``--minutes`` say. Where nothing has changed, one run in a hundred should call any metric faster or
+slower, of all there are (`lab.verdicts`); ``docs/benchmarking.md`` says how many do. BASE and HEAD are
+commits, or directories that hold ``sglang`` (``python`` is the working tree's).
 
 The exit status is 1 if anything is slower or fails, 2 if nothing could be measured, and with
-``--strict`` 3 if there is something that cannot be told; else 0.
+``--strict`` 3 if there is something that cannot be told; else 0. With ``--json`` what is printed is an
+object in any case; it has ``error`` where nothing could be measured.
 
 Examples
 --------
@@ -21,11 +22,13 @@ Examples
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -42,11 +45,11 @@ REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
 from lab import contest, verdicts  # noqa: E402
-from lab.arguments import positive_float, positive_int  # noqa: E402
+from lab.arguments import non_negative_float, positive_float, positive_int  # noqa: E402
 from lab.cases import CASES  # noqa: E402
 from lab.contest import Contest, ContestError, Side  # noqa: E402
 
-MAX_PAIRS: Final = 60
+MAX_PAIRS: Final = 300
 Tick = Callable[[str], None]
 
 
@@ -56,29 +59,35 @@ def side(repo: Path, name: str) -> Side:
     Raises
     ------
     ProofError
-        If there is no such commit.
+        If there is no such commit, or no package in it.
     """
     if (Path(name) / "sglang" / "__init__.py").is_file():
         return Side(name, str(Path(name).resolve()))
-    sha = git(repo, "rev-parse", "--verify", f"{name}^{{commit}}").strip()
+    try:
+        sha = git(repo, "rev-parse", "--verify", f"{name}^{{commit}}").strip()
+    except ProofError as error:
+        message = f"{name!r} is neither a commit nor a directory that holds sglang"
+        raise ProofError(f"{message}: {error}") from error
     target = repo / ".asv" / "gate" / sha
+    package = target / "python"
     if not target.is_dir():
         done = subprocess.run(
             ["git", "-C", str(repo), "archive", sha, "python"], capture_output=True
         )
         if done.returncode != 0:
             raise ProofError(f"{name} has no package: {done.stderr.decode().strip()}")
-        archive = done.stdout
         partial = target.with_name(f"{sha}.{os.getpid()}")
-        with tarfile.open(fileobj=io.BytesIO(archive)) as members:
-            members.extractall(partial, filter="data")
         try:
-            partial.rename(target)
-        except OSError:
-            # Another call was faster.
-            shutil.rmtree(partial)
+            with tarfile.open(fileobj=io.BytesIO(done.stdout)) as members:
+                members.extractall(partial, filter="data")
+            with contextlib.suppress(OSError):  # another call was faster
+                partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    if not (package / "sglang" / "__init__.py").is_file():
+        raise ProofError(f"{name} has no package: there is no python/sglang/__init__.py in it")
     label = name if sha.startswith(name) else f"{name} ({sha[:8]})"
-    return Side(label, str(target / "python"))
+    return Side(label, str(package))
 
 
 def compare(
@@ -102,13 +111,15 @@ def compare(
         found.prepare()
         if found.is_settled:
             return found
-        begun = time.monotonic()
-        for done in range(1, MAX_PAIRS + 1):
-            found.run_pair(tick)
-            now = time.monotonic()
-            each = (now - begun) / done
-            left = int((started + 60 * minutes - now) / each)
-            total = min(max(done + left, verdicts.MIN_PAIRS), MAX_PAIRS)
+        spent = 0.0
+        while not found.is_settled:
+            begun = time.monotonic()
+            if found.run_pair(tick) is None:
+                continue
+            done, now = len(found.pairs), time.monotonic()
+            spent += now - begun
+            left = (started + 60 * minutes - now) / (spent / done)
+            total = int(min(max(done + left, verdicts.MIN_PAIRS), MAX_PAIRS))
             on_pair(done, total)
             if done >= total:
                 break
@@ -199,7 +210,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tolerance",
-        type=positive_float,
+        type=non_negative_float,
         default=verdicts.TOLERANCE,
         help="a smaller difference is none (default: 1%%)",
     )
@@ -214,7 +225,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--repo", type=Path, default=REPO_ROOT, help="another checkout than this script's own"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.cases = list(dict.fromkeys(args.cases))
+    args.repo = args.repo.resolve()
+    return args
+
+
+def _fail(message: str, as_json: bool) -> int:
+    """Say why there is no verdict; return the exit status of that."""
+    print(f"bench_gate: error: {message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": message}, indent=2))
+    return 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -255,15 +277,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         judged = found.judge(tolerance=args.tolerance, margin=args.margin)
     except (ContestError, ProofError) as error:
-        print(f"bench_gate: error: {error}", file=sys.stderr)
-        return 2
+        return _fail(str(error), args.json)
     except KeyboardInterrupt:
         print("bench_gate: interrupted", file=sys.stderr)
         return 130
-    except Exception:
+    except Exception as error:
         # An uncaught one would end with 1, which says that something is slower.
         traceback.print_exc()
-        return 2
+        return _fail(f"{type(error).__name__}: {error}", args.json)
     show(judged, sides, console)
     for note in found.notes:
         console.print(note, markup=False)
@@ -277,5 +298,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 3 if args.strict and verdicts.CANNOT_TELL in kinds else 0
 
 
+def end_in_order() -> None:
+    """Have processes and folders cleared away on SIGTERM and SIGHUP as well."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

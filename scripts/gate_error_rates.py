@@ -9,10 +9,13 @@ stands in the step's preparation, in what makes its forward batch, or in what ha
 turn. A trial of ``same`` that calls any metric faster or slower is a false alarm; one of the others that
 calls none slower, or any faster, is a miss.
 
-Trials are appended to a file, one line of JSON each, with what tells one gate from another: a
-checksum of its code, the time it had, its error rate. A second call goes on where the first one ended,
-with trials of the same gate. Two calls at once, with files of their own, are each other's busy
-neighbour.
+Trials are appended to a file, one line of JSON each, with what tells one gate from another: the
+version of what is measured (`lab.contest`), the time it had, its error rate. A second call goes on where
+the first one ended, with trials of the same gate. Two calls at once, with files of their own, are each
+other's busy neighbour.
+
+A trial has the numbers of its pairs, and its verdicts are those of `lab.verdicts` as it is now: another
+rule can be tried on trials that are there.
 
 Examples
 --------
@@ -25,7 +28,6 @@ Examples
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -42,13 +44,13 @@ from typing import Any, Final
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path += [str(REPO_ROOT / "benchmark"), str(REPO_ROOT / "scripts")]
 
-from bench_gate import compare  # noqa: E402
+import numpy as np  # noqa: E402
+
+from bench_gate import compare, end_in_order  # noqa: E402
 from lab import contest, verdicts  # noqa: E402
 from lab.arguments import positive_float, positive_int  # noqa: E402
 from lab.contest import ContestError, Side, Worker  # noqa: E402
 
-# What a verdict depends on, before all.
-GATE_FILES: Final = ("contest.py", "hostwork.py", "verdicts.py")
 KINDS: Final = {"same": 0.0, "slow-5": 0.05, "slow-10": 0.10}
 TRIALS: Final = {"same": 40, "slow-5": 20, "slow-10": 20}
 CALIBRATED: Final = "scheduler/b8"
@@ -77,6 +79,10 @@ def _slower(self, *args, **kwargs):
 
 {function} = _slower
 """
+
+
+class TrialsError(ValueError):
+    """A file of trials that cannot be gone on with."""
 
 
 def copy_package(target: Path, turns: int, site: str = "prepare") -> Side:
@@ -162,6 +168,9 @@ def run_trial(base: Side, head: Side, minutes: float) -> dict[str, Any]:
         compared = compare(base, head, cases, minutes, None, lambda *_: None, lambda _: None)
         found["pairs"] = len(compared.pairs)
         found["verdicts"] = [_rounded(asdict(verdict)) for verdict in compared.judge()]
+        names, logs = compared.log_ratios()
+        found["metrics"], found["logs"] = names, np.round(logs, 5).tolist()
+        found["notes"] = compared.notes
     except ContestError as error:
         found["error"] = str(error)
     found["seconds"] = round(time.monotonic() - started)
@@ -176,16 +185,37 @@ def _rounded(verdict: dict[str, Any]) -> dict[str, Any]:
 
 def describe_gate(minutes: float) -> dict[str, Any]:
     """What tells one gate from another."""
-    checksum = hashlib.sha256()
-    folder = REPO_ROOT / "benchmark" / "lab"
-    for name in GATE_FILES:
-        checksum.update((folder / name).read_bytes())
-    return {"code": checksum.hexdigest()[:12], "minutes": minutes, "alpha": verdicts.ALPHA}
+    return {"version": contest.VERSION, "minutes": minutes, "alpha": verdicts.ALPHA}
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    """The trials in a file."""
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    """The trials in a file, each with the verdicts that its numbers have now.
+
+    Raises
+    ------
+    TrialsError
+        If a line is no trial; says which.
+    """
+    found = []
+    lines = out.read_text().splitlines() if out.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            trial = json.loads(line)
+            found.append(trial | {"verdicts": judged_again(trial)})
+        except (ValueError, TypeError, KeyError) as error:
+            raise TrialsError(f"{out}, line {number} is no trial: {error!r}") from error
+    return found
+
+
+def judged_again(trial: dict[str, Any]) -> list[dict[str, Any]]:
+    """Verdicts on the numbers of a trial; those that it has, if it kept no numbers."""
+    kept = trial["verdicts"]
+    if not trial.get("logs"):
+        return kept
+    # What was not measured in pairs comes first.
+    fixed = kept[: len(kept) - len(trial["metrics"])]
+    judged = verdicts.judge(trial["metrics"], np.array(trial["logs"]), alpha=trial["gate"]["alpha"])
+    return fixed + [_rounded(asdict(verdict)) for verdict in judged]
 
 
 def is_wrong(trial: dict[str, Any]) -> bool:
@@ -219,23 +249,31 @@ def bounds(wrong: int, trials: int) -> tuple[float, float]:
 
 
 def summarise(trials: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines about all trials of each kind."""
-    gates = {json.dumps(trial["gate"], sort_keys=True) for trial in trials}
-    lines = [f"gate: {gate}" for gate in sorted(gates)]
-    for kind in KINDS:
-        chosen = [trial for trial in trials if trial["kind"] == kind]
-        if not chosen:
-            continue
-        wrong = sum(map(is_wrong, chosen))
-        low, high = bounds(wrong, len(chosen))
-        what = "false alarms" if kind == "same" else "missed"
-        pairs = statistics.median(trial["pairs"] for trial in chosen)
-        seconds = statistics.median(trial["seconds"] for trial in chosen)
-        lines.append(
-            f"{kind}: {wrong} of {len(chosen)} {what} (95%: {low:.0%} to {high:.0%}); median "
-            f"{pairs:.0f} pairs in {seconds:.0f} s"
-        )
+    """Lines about the trials of each gate and kind."""
+    by_gate: dict[str, list[dict[str, Any]]] = {}
+    for trial in trials:
+        by_gate.setdefault(json.dumps(trial["gate"], sort_keys=True), []).append(trial)
+    lines = []
+    for gate, of_gate in sorted(by_gate.items()):
+        lines.append(f"gate: {gate}")
+        for kind in KINDS:
+            if chosen := [trial for trial in of_gate if trial["kind"] == kind]:
+                lines.append(_summary(kind, chosen))
     return lines
+
+
+def _summary(kind: str, trials: Sequence[dict[str, Any]]) -> str:
+    wrong = sum(map(is_wrong, trials))
+    low, high = bounds(wrong, len(trials))
+    what = "false alarms" if kind == "same" else "missed"
+    pairs = statistics.median(trial["pairs"] for trial in trials)
+    seconds = statistics.median(trial["seconds"] for trial in trials)
+    line = (
+        f"{kind}: {wrong} of {len(trials)} {what} (95%: {low:.0%} to {high:.0%}); median "
+        f"{pairs:.0f} pairs in {seconds:.0f} s"
+    )
+    errors = sum("error" in trial for trial in trials)
+    return line + (f"; {errors} of them ended in an error" if errors else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -248,12 +286,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=positive_int, help="trials in this call")
     parser.add_argument("--summary", action="store_true", help="only sum up")
     args = parser.parse_args(argv)
-    if not args.summary:
-        args.out[0].parent.mkdir(parents=True, exist_ok=True)
-        run_trials(args.out[0], args.minutes, args.kinds, args.most)
-    print("\n".join(summarise([trial for out in args.out for trial in read(out)])))
+    try:
+        if not args.summary:
+            args.out[0].parent.mkdir(parents=True, exist_ok=True)
+            run_trials(args.out[0], args.minutes, args.kinds, args.most)
+        trials = [trial for out in args.out for trial in read(out)]
+    except TrialsError as error:
+        print(f"gate_error_rates: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gate_error_rates: interrupted", file=sys.stderr)
+        return 130
+    print("\n".join(summarise(trials)))
     return 0
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

@@ -31,10 +31,29 @@ def positive_float(text: str) -> float:
     argparse.ArgumentTypeError
         If it is none.
     """
+    number = _finite(text)
+    if number is None or number <= 0:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
+    return number
+
+
+def non_negative_float(text: str) -> float:
+    """A finite number of at least 0.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If it is none.
+    """
+    number = _finite(text)
+    if number is None or number < 0:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text!r}")
+    return number
+
+
+def _finite(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
-    return number
+        return None
+    return number if math.isfinite(number) else None

@@ -6,7 +6,8 @@ is compared is a pair. All are forked from one process that has torch in it alre
 pair differ in the package alone; and none takes seconds to start. Within a pair the sides take turns,
 case by case, in an order that is the other way round in each second round and each second pair.
 
-What is counted and not timed (transfers, bytes) is the same each time, and is asked of each side once.
+What is counted and not timed (transfers, bytes) is the same each time, and is asked of each side once,
+of the case as it stands.
 
 A round's metrics are those of `lab.metrics`, and ``cpu_us_per_token``: what all threads of the process
 have computed, and not waited, which a neighbour on the machine changes far less than the time.
@@ -20,12 +21,13 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,28 +48,33 @@ class Turns:
 
     Attributes
     ----------
-    output_len : int
-        Tokens that a request generates, where that is fewer than the case says. Short rounds in turns
-        see the same neighbours; long ones do not.
     rounds : int
         In each pair. The median of many is what a busy neighbour does not move.
+    output_len : int, optional
+        Tokens that a request generates, where that is fewer than the case says. Short rounds in turns
+        see the same neighbours; long ones do not.
     """
 
-    output_len: int
     rounds: int
+    output_len: int | None = None
 
+
+VERSION: Final = 1
+"""Of what is measured: to be counted up where `QUICK`, `GATED` or a round of them gets another meaning.
+
+Error rates that were measured of one version say nothing of another."""
 
 ROUNDS: Final = 4
 """Of a case that is not of the quick set."""
 
 QUICK: Final = {
-    "scheduler/b8": Turns(64, 10),
-    "scheduler/b64": Turns(48, 6),
-    "decode/tiny-b8": Turns(32, 5),
-    "decode/tiny-b32-penalties": Turns(16, 4),
-    "mixed/tiny-b8": Turns(16, 4),
-    "decode/tiny-b8-chain-penalties": Turns(16, 4),
-    "penalties/plain-b64": Turns(32, 4),
+    "scheduler/b8": Turns(10, 64),
+    "scheduler/b64": Turns(6, 48),
+    "decode/tiny-b8": Turns(5, 32),
+    "decode/tiny-b32-penalties": Turns(4, 16),
+    "mixed/tiny-b8": Turns(4, 16),
+    "decode/tiny-b8-chain-penalties": Turns(4, 16),
+    "penalties/plain-b64": Turns(4),
 }
 """The quick set. Host work that stands alone is measured most exactly, so it comes most often."""
 
@@ -94,6 +101,8 @@ GATED: Final = (
     "merge_us",
     "filter_us",
 )
+"""Metrics of time that verdicts are about; of each, smaller is better."""
+
 COUNTED: Final = (
     "blocking_per_step",
     "transfers_per_step",
@@ -101,13 +110,33 @@ COUNTED: Final = (
     "peak_step_bytes",
     "penalty_state_bytes",
 )
-"""Metrics that verdicts are about; of each, smaller is better."""
+"""Those that are counted; again, smaller is better."""
 
 ANSWER_S: Final = 180.0
+"""Seconds for a first round, in which code is compiled."""
+ROUND_S: Final = 60.0
+"""Seconds for one of those that follow."""
+TRY_S: Final = 240.0
+"""Seconds in which a side has to show what it can do, so that one that hangs does not hang it all."""
 
 
 class ContestError(RuntimeError):
     """A side could not do the work; says which and what."""
+
+
+class CaseError(ContestError):
+    """A side could not do a case.
+
+    Attributes
+    ----------
+    case : str
+    side : Side
+    why : str
+    """
+
+    def __init__(self, case: str, side: Side, why: str) -> None:
+        super().__init__(f"{side.name}, {case}: {why}")
+        self.case, self.side, self.why = case, side, why
 
 
 @dataclass(frozen=True)
@@ -152,6 +181,7 @@ def _gated(found: Mapping[str, float]) -> dict[str, float]:
 
 def _serve(channel: Any, package: str, threads: int, scratch: str) -> None:
     """Run rounds of cases as they are asked for, in a process of its own, until it is killed."""
+    threading.Thread(target=_end_with_asker, daemon=True).start()
     os.dup2(2, 1)
     padding = _padding()  # noqa: F841
     sys.path.insert(0, package)
@@ -166,11 +196,26 @@ def _serve(channel: Any, package: str, threads: int, scratch: str) -> None:
             return  # whoever asked has gone
         try:
             _import_package(package)
-            channel.send(_round(sessions, Path(scratch), *question))
+            answer = _round(sessions, Path(scratch), *question)
         except Unsupported as error:
-            channel.send({"unsupported": str(error)})
+            answer = {"unsupported": str(error)}
         except Exception:
-            channel.send({"error": traceback.format_exc(limit=-4)})
+            answer = {"error": traceback.format_exc(limit=-4)}
+        try:
+            channel.send(answer)
+        except OSError:
+            return
+
+
+def _end_with_asker() -> None:
+    """End this process with the one that asks, also while it hangs in a round.
+
+    It does not show by the parent: that is the server which forked it, and lives as long as it does.
+    """
+    asker = parent_process()
+    assert asker is not None
+    asker.join()
+    os._exit(1)
 
 
 def _import_package(package: str) -> None:
@@ -208,8 +253,8 @@ def _round(sessions: dict[Any, Any], scratch: Path, name: str, warm_up: bool) ->
 
 def _shortened(case: Case, name: str) -> Case:
     """A case as a contest runs it."""
-    length = QUICK[name].output_len if name in QUICK else case.output_len
-    return dataclasses.replace(case, output_len=min(length, case.output_len))
+    length = QUICK[name].output_len if name in QUICK else None
+    return dataclasses.replace(case, output_len=min(length or case.output_len, case.output_len))
 
 
 def _compare_counts(
@@ -239,24 +284,33 @@ class Worker:
         self._process.start()
         theirs.close()
 
-    def run(self, case: str, warm_up: bool = False) -> dict[str, float] | None:
+    def run(
+        self, case: str, warm_up: bool = False, patience: float = ANSWER_S
+    ) -> dict[str, float] | None:
         """Metrics of one round; None if the commit has no API for the case.
+
+        Parameters
+        ----------
+        case : str
+        warm_up : bool
+            A shorter one.
+        patience : float
+            Seconds to wait for it.
 
         Raises
         ------
-        ContestError
+        CaseError
             If the work was not done.
         """
-        failed = f"{self.side.name}, {case}"
         try:
             self._channel.send((case, warm_up))
-            if not self._channel.poll(ANSWER_S):
-                raise ContestError(f"{failed}: no answer for {ANSWER_S:.0f} s")
+            if not self._channel.poll(patience):
+                raise CaseError(case, self.side, f"no answer for {patience:.0f} s")
             answer = self._channel.recv()
         except (EOFError, OSError) as error:
-            raise ContestError(f"{failed}: the process has died") from error
+            raise CaseError(case, self.side, "the process has died") from error
         if "error" in answer:
-            raise ContestError(f"{failed}: {answer['error'].strip()}")
+            raise CaseError(case, self.side, answer["error"].strip())
         return answer.get("metrics")
 
     def close(self) -> None:
@@ -348,38 +402,66 @@ class Contest:
         for case in list(self._cases):
             base, head = (answers[case] for answers in found)
             if isinstance(base, str):
-                self._leave_out(case, f"{self.sides[0].name}: {base}")
+                self._leave_out(case, self.sides[0], base)
             elif isinstance(head, str):
-                self._leave_out(case, f"{self.sides[1].name}: {head}")
-                self._fixed.append(verdicts.failure(case))
+                self._leave_out(case, self.sides[1], head)
             elif not CASES[case].varies:
                 self._cases.remove(case)
                 self._fixed += _compare_counts(case, base, head)
         if not self._cases and not self._fixed:
             raise ContestError("; ".join(["there is no case that both can do", *self.notes]))
 
-    def _leave_out(self, case: str, why: str) -> None:
+    def _leave_out(self, case: str, side: Side, why: str) -> None:
         self._cases.remove(case)
-        self.notes.append(f"{case} left out: {why}")
+        self.notes.append(f"{case} left out: {side.name}: {why}")
+        if side is not self.sides[0]:
+            self._fixed.append(verdicts.failure(case))
+        for pair in self.pairs:
+            pair.base.pop(case)
+            pair.head.pop(case)
 
     def _try(self, side: Side) -> dict[str, dict[str, float] | str]:
-        """By case: what a short round gave, or why there is none."""
+        """By case: what a round gave, or why there is none."""
         found: dict[str, dict[str, float] | str] = {}
+        limit = time.monotonic() + TRY_S
         with ExitStack() as stack:
             worker = None
             for case in self._cases:
+                left = limit - time.monotonic()
+                if left <= 0:
+                    found[case] = f"not reached within {TRY_S:.0f} s"
+                    continue
                 if worker is None:
                     worker = stack.enter_context(Worker(self._context, side, self._threads))
                 try:
-                    metrics = worker.run(case, warm_up=True)
+                    # What a case is counted in must be all of it.
+                    metrics = worker.run(case, CASES[case].varies, min(left, ANSWER_S))
                     found[case] = "has no API for it" if metrics is None else metrics
-                except ContestError as error:
-                    found[case] = str(error).partition(": ")[2] or str(error)
-                    worker = None  # its engine cannot be trusted any more
+                except CaseError as error:
+                    found[case] = error.why
+                    # Its engine cannot be trusted any more, and may go on for ever.
+                    stack.close()
+                    worker = None
         return found
 
-    def run_pair(self, tick: Callable[[str], None] = lambda what: None) -> Pair:
-        """Measure with one more pair of processes; `tick` is told of each step."""
+    def run_pair(self, tick: Callable[[str], None] = lambda what: None) -> Pair | None:
+        """Measure with one more pair of processes; `tick` is told of each step.
+
+        Returns
+        -------
+        Pair or None
+            None if a side could not do a case. That is left out from now on, as in `prepare`, and
+            nothing is kept of this pair.
+        """
+        try:
+            pair = self._measure_pair(tick)
+        except CaseError as error:
+            self._leave_out(error.case, error.side, error.why)
+            return None
+        self.pairs.append(pair)
+        return pair
+
+    def _measure_pair(self, tick: Callable[[str], None]) -> Pair:
         number = len(self.pairs)
         # Which one is started first, and which one has the first turn.
         order = (0, 1) if number % 2 == 0 else (1, 0)
@@ -396,10 +478,9 @@ class Contest:
             for case, turn in self._schedule():
                 for i in order if turn % 2 == 0 else order[::-1]:
                     tick(case)
-                    found = workers[i].run(case)
+                    found = workers[i].run(case, patience=ROUND_S)
                     assert found is not None
                     (pair.base, pair.head)[i][case].append(found)
-        self.pairs.append(pair)
         return pair
 
     def _schedule(self) -> Iterator[tuple[str, int]]:
@@ -411,6 +492,20 @@ class Contest:
                 if (turn + 1) * self._rounds[case] // most > done:
                     yield case, done
 
+    def log_ratios(self) -> tuple[list[str], np.ndarray]:
+        """Names of the metrics of time that all pairs have, and their numbers.
+
+        Returns
+        -------
+        names : list of str
+            "case metric".
+        logs : ndarray, shape (n, m)
+            Logarithms of head by base, a pair each row.
+        """
+        rows = [pair.log_ratios() for pair in self.pairs]
+        names = [name for name in (rows or [{}])[0] if all(name in row for row in rows)]
+        return names, np.array([[row[name] for name in names] for row in rows])
+
     def judge(self, tolerance: float = verdicts.TOLERANCE, **how: float) -> list[verdicts.Verdict]:
         """Verdicts on what was counted and on what all pairs have, see `lab.verdicts.judge`.
 
@@ -420,13 +515,13 @@ class Contest:
             If nothing that was measured is what verdicts are about.
         """
         fixed = [verdict.within(tolerance) for verdict in self._fixed]
-        rows = [pair.log_ratios() for pair in self.pairs]
-        names = [name for name in (rows or [{}])[0] if all(name in row for row in rows)]
+        names, logs = self.log_ratios()
         if not names:
             if not fixed:
-                raise ContestError("nothing was measured that verdicts are about")
+                raise ContestError(
+                    "; ".join(["nothing was measured that verdicts are about", *self.notes])
+                )
             return fixed
-        logs = np.array([[row[name] for name in names] for row in rows])
         return fixed + verdicts.judge(names, logs, tolerance=tolerance, **how)
 
     @property

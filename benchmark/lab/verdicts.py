@@ -9,12 +9,16 @@ t-statistics is kept; in all but a share ``alpha`` of the samples it is below a 
 
     mean +- q * standard deviation / sqrt(n)
 
-are intervals that all hold at once, with a chance of an error in any of them of ``alpha``. (Westfall and
-Young 1993, "Resampling-Based Multiple Testing", single-step maxT, for changes of sign.)
+has 1 in it for all metrics that have not changed, but with a chance of ``alpha``. (Westfall and Young
+1993, "Resampling-Based Multiple Testing", single-step maxT, for changes of sign.) That is about false
+alarms. Of a metric that has changed the interval holds its ratio with a chance of about ``1 - alpha``
+taken alone: if all have, ``q`` is little more than what a single one needs.
 
 Now and then a neighbour slows one side of a pair by a third. So a number that is larger than `CLIP`
-times what is usual among the sizes of its column is cut to that. It depends on sizes alone and not on
-signs, so what was said of signs holds of the cut numbers too.
+times what is usual among the sizes of its column is cut to that, and what is said of ratios is said of
+cut numbers. It depends on sizes alone and not on signs, so what was said of false alarms holds of the
+cut numbers too. But a head that is slower in each third process is cut as well; so nothing is called
+"same" that is not within the margin uncut.
 """
 
 from __future__ import annotations
@@ -85,14 +89,14 @@ def count(metric: str, base: float, head: float) -> Verdict:
 def intervals(
     logs: np.ndarray, alpha: float = ALPHA, num_flips: int = NUM_FLIPS, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means of columns and how far they may be off, all at once.
+    """Means of columns and how far they may be off.
 
     Parameters
     ----------
     logs : ndarray, shape (n, m)
         Logarithms of ratios, a pair each row and a metric each column.
     alpha : float
-        Chance that any interval misses, if rows are as likely as their negatives but for the means.
+        Chance that the interval of any column misses 0 whose numbers are as likely as their negatives.
     num_flips : int
         Samples of signs.
     seed : int
@@ -110,16 +114,15 @@ def intervals(
     n = len(logs)
     if n < MIN_PAIRS:
         raise ValueError(f"{n} pairs are too few for intervals, {MIN_PAIRS} are needed")
-    logs = clipped(logs)
     mean = logs.mean(0)
     error = logs.std(0, ddof=1) / math.sqrt(n)
     varies = error > 1e-12
     half = np.zeros_like(mean)
     if not varies.any():
         return mean, half
-    # Signs are flipped of the logarithms as they are. That is exact if the sides are the same; if they
-    # differ, a t-statistic of flipped rows still has nearly the same distribution, being divided by its
-    # own standard error.
+    # Signs are flipped of the logarithms as they are. That is exact where the sides are the same; where
+    # they differ, a t-statistic of flipped rows still has nearly the same distribution, being divided by
+    # its own standard error. But then all such columns flip together, and are as one to the largest.
     rows = logs[:, varies]
     signs = np.random.default_rng(seed).choice((-1.0, 1.0), (num_flips, n))
     flipped = signs @ rows / n
@@ -156,22 +159,24 @@ def judge(
     alpha : float
         Chance of a false "faster" or "slower" among all of them.
     tolerance : float
-        A difference that is smaller is "same" even where it is certain.
+        A difference that is smaller is neither, even where it is certain.
     margin : float
-        "same" means that the interval lies within this, up and down. What is wider and has 1 in it
-        cannot be told.
+        "same" means that the interval lies within this, or the tolerance, up and down, and that it would
+        if nothing had been cut. What is neither cannot be told.
     """
-    mean, half = intervals(logs, alpha)
+    mean, half = intervals(clipped(logs), alpha)
+    uncut = intervals(logs, alpha)
+    # How far from 1 it may be, cut or not.
+    farthest = np.maximum(np.abs(mean) + half, np.abs(uncut[0]) + uncut[1])
+    is_same = farthest < math.log1p(max(margin, tolerance))
     found = []
-    for name, middle, width in zip(metrics, mean.tolist(), half.tolist(), strict=True):
+    columns = (mean.tolist(), half.tolist(), is_same.tolist())
+    for name, middle, width, same in zip(metrics, *columns, strict=True):
         low, high = middle - width, middle + width
-        is_certain = low > 0 or high < 0
-        if is_certain and abs(middle) > math.log1p(tolerance):
+        if abs(middle) > max(width, math.log1p(tolerance)):
             verdict = SLOWER if middle > 0 else FASTER
-        elif is_certain or (-math.log1p(margin) < low and high < math.log1p(margin)):
-            verdict = SAME
         else:
-            verdict = CANNOT_TELL
+            verdict = SAME if same else CANNOT_TELL
         found.append(Verdict(name, verdict, math.exp(middle), math.exp(low), math.exp(high)))
     return found
 

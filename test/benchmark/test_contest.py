@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import bench_gate
 from lab import contest, verdicts
 from lab.cases import CASES, Case, Setup
-from lab.contest import Contest, ContestError, Side
+from lab.contest import CaseError, Contest, ContestError, Side
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(REPO_ROOT / "python")
@@ -25,21 +29,31 @@ class FakeWorker:
     """Notes what it is asked, and answers with numbers of its side."""
 
     asked: list[tuple[str, str]] = []
+    # Rounds that a side can do of a case, if not all.
+    lasts: dict[tuple[str, str], int] = {}
+    closed: list[str] = []
 
     def __init__(self, context: Any, side: Side, threads: int) -> None:
         self._side = side
 
-    def run(self, case: str, warm_up: bool = False) -> dict[str, float] | None:
+    def run(
+        self, case: str, warm_up: bool = False, patience: float = contest.ANSWER_S
+    ) -> dict[str, float] | None:
         if case == f"new to {self._side.name}":
             return None
         if case == f"bad for {self._side.name}":
-            raise ContestError(f"{self._side.name}, {case}: it broke")
+            raise CaseError(case, self._side, "it broke")
         if case == "transfers/plain":
-            assert warm_up
+            # What is counted in a part of a case is not what the case has.
+            assert not warm_up
             count = 0.0 if self._side.name == "base" else 1.0
             return {"blocking_per_step": count, "transfers_per_step": 2.0, "seconds": count}
         if not warm_up:
             self.asked.append((self._side.name, case))
+            if self.asked.count((self._side.name, case)) > self.lasts.get(
+                (self._side.name, case), math.inf
+            ):
+                raise CaseError(case, self._side, "it broke later")
         slower = 1.1 if self._side.name == "head" else 1.0
         number = len(self.asked)
         return {"us_per_token": slower * (100 + number // 2 % 3), "tokens_per_s": 1.0}
@@ -48,13 +62,15 @@ class FakeWorker:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        pass
+        self.closed.append(self._side.name)
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(FakeWorker, "asked", asked)
+    monkeypatch.setattr(FakeWorker, "lasts", {})
+    monkeypatch.setattr(FakeWorker, "closed", [])
     monkeypatch.setattr(contest, "Worker", FakeWorker)
     made = {name: Case(name, Setup()) for name in ("one", "two")}
     for kind in ("new to", "bad for"):
@@ -114,6 +130,64 @@ def test_what_only_the_head_cannot_do_is_a_verdict(fake: list[tuple[str, str]], 
     assert found.is_settled and found.notes[0].startswith(f"{case} left out: head: ")
     (verdict,) = found.judge()
     assert (verdict.metric, verdict.verdict) == (case, "fails") and math.isnan(verdict.ratio)
+
+
+def test_a_head_that_breaks_later_fails_at_the_case_and_keeps_the_others(
+    fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind three pairs of two rounds each."""
+    monkeypatch.setattr(FakeWorker, "lasts", {("head", "two"): 6})
+    found = make(["one", "two"])
+    done = [found.run_pair() is not None for _ in range(9)]
+    assert done == [True] * 3 + [False] + [True] * 5
+    assert found.notes == ["two left out: head: it broke later"]
+    fails, one = found.judge()
+    assert (fails.metric, fails.verdict) == ("two", "fails")
+    assert (one.metric, one.verdict) == ("one us_per_token", "slower")
+
+
+def test_a_base_that_breaks_later_is_left_out_of_all_pairs(
+    fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeWorker, "lasts", {("base", "two"): 2})
+    found = make(["one", "two"])
+    for _ in range(9):
+        found.run_pair()
+    assert found.notes == ["two left out: base: it broke later"]
+    assert [verdict.metric for verdict in found.judge()] == ["one us_per_token"]
+
+
+def test_whoever_failed_is_ended_before_the_next_case(fake: list[tuple[str, str]]) -> None:
+    """One that hangs would be a neighbour to all that follow."""
+    found = make(["bad for head", "one"])
+    closed_before: list[int] = []
+    run = FakeWorker.run
+
+    def noting(self: FakeWorker, case: str, *args: Any) -> dict[str, float] | None:
+        if case == "one" and self._side.name == "head":
+            closed_before.append(self.closed.count("head"))
+        return run(self, case, *args)
+
+    FakeWorker.run, kept = noting, run  # type: ignore[method-assign]
+    try:
+        found.prepare()
+    finally:
+        FakeWorker.run = kept  # type: ignore[method-assign]
+    assert closed_before == [1]
+
+
+def test_a_side_has_so_much_time_to_show_what_it_can_do(
+    fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(0, 10_000, 100))
+    monkeypatch.setattr(contest.time, "monotonic", lambda: float(next(now)))
+    found = make(["one", "bad for head", "two"])
+    found.prepare()
+    # The limit is asked for at 0, and the cases are begun at 100, 200 and 300, of each side.
+    assert found.notes == [
+        "bad for head left out: head: it broke",
+        "two left out: base: not reached within 240 s",
+    ]
 
 
 def test_what_is_counted_is_asked_once_and_any_difference_is_certain(
@@ -201,7 +275,7 @@ def test_a_package_that_fails_is_named(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("raise RuntimeError('broken on purpose')\n")
     command = [sys.executable, str(REPO_ROOT / "scripts" / "bench_gate.py")]
     done = subprocess.run(
-        [*command, str(tmp_path), PACKAGE, "--cases", "decode/tiny-b8"],
+        [*command, str(tmp_path), PACKAGE, "--json", "--cases", *["decode/tiny-b8"] * 2],
         capture_output=True,
         text=True,
         check=False,
@@ -209,12 +283,18 @@ def test_a_package_that_fails_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert f"decode/tiny-b8 left out: {tmp_path}: " in done.stderr
     assert "broken on purpose" in done.stderr
+    said = json.loads(done.stdout)["error"]
+    assert said.count("decode/tiny-b8 left out") == 1 and "broken on purpose" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "HEAD"], "nowhere"),
+        (["nowhere", "HEAD"], "'nowhere' is neither a commit nor a directory that holds sglang"),
+        (
+            ["HEAD", "HEAD", "--tolerance", "-1"],
+            "--tolerance: must be a finite number of at least 0",
+        ),
         (["HEAD", "HEAD", "--minutes", "0"], "--minutes: must be a finite number above 0, got '0'"),
         (["HEAD", "HEAD", "--rounds", "1.5"], "--rounds: must be a whole number of at least 1"),
         (["HEAD", "HEAD", "--cases", "decode/none"], "decode/none"),
@@ -224,3 +304,113 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
     command = [sys.executable, str(REPO_ROOT / "scripts" / "bench_gate.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and message in done.stderr
+
+
+def git(repo: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    command = ["git", "-C", str(repo), *who, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """A commit without a package, and one with it."""
+    made = tmp_path / "repo"
+    package = made / "python" / "sglang"
+    package.mkdir(parents=True)
+    git(made, "init", "--quiet")
+    (made / "python" / "README").write_text("nothing yet")
+    for name in ("README", "sglang/__init__.py"):
+        (made / "python" / name).write_text("")
+        git(made, "add", "--all")
+        git(made, "commit", "--quiet", "--message", name)
+    return made
+
+
+def test_a_commits_package_lies_in_the_checkout_that_was_named(
+    repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repo)
+    args = bench_gate.parse_args(["HEAD", "HEAD~1", "--repo", ".", "--tolerance", "0"])
+    assert (args.repo, args.tolerance) == (repo, 0.0)
+    sha = git(repo, "rev-parse", "HEAD")
+    found = bench_gate.side(args.repo, args.base)
+    assert found == Side(f"HEAD ({sha[:8]})", str(repo / ".asv" / "gate" / sha / "python"))
+    assert (Path(found.package) / "sglang" / "__init__.py").is_file()
+    with pytest.raises(bench_gate.ProofError, match="HEAD~1 has no package"):
+        bench_gate.side(args.repo, args.head)
+
+
+def test_an_interrupted_extraction_leaves_nothing(
+    repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def extract(self: Any, target: Path, **how: Any) -> None:
+        target.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_gate.tarfile.TarFile, "extractall", extract)
+    with pytest.raises(KeyboardInterrupt):
+        bench_gate.side(repo, "HEAD")
+    assert list((repo / ".asv" / "gate").iterdir()) == []
+
+
+def test_the_time_that_there_is_may_be_any(
+    fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = (Side("base", "a"), Side("head", "b"))
+    told: list[tuple[int, int]] = []
+
+    def on_pair(done: int, total: int) -> None:
+        told.append((done, total))
+
+    for minutes, pairs in ((1e-9, 8), (1e300, bench_gate.MAX_PAIRS)):
+        found = bench_gate.compare(*sides, ["one"], minutes, 1, on_pair, lambda _: None)
+        assert len(found.pairs) == pairs and told[-1] == (pairs, pairs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_of_a_gate_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """Not even of a head that hangs."""
+    package = tmp_path / "hanging" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path / 'process')!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    command = [sys.executable, str(REPO_ROOT / "scripts" / "bench_gate.py")]
+    gate = subprocess.Popen(
+        [*command, str(package.parent), PACKAGE, "--cases", "decode/tiny-b8"],
+        env=os.environ | {"TMPDIR": str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    written = tmp_path / "process"
+    until(lambda: written.exists() and written.read_text() != "")
+    worker = int(written.read_text())
+    gate.send_signal(number)
+    _, said = gate.communicate(timeout=30)
+    assert gate.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert "Traceback" not in said
+    until(lambda: has_ended(worker))
+    if number != signal.SIGKILL:
+        assert list(folder.iterdir()) == []
+
+
+def has_ended(process: int) -> bool:
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+    # Nobody may have asked for its status yet.
+    return text.rpartition(")")[2].split()[0] in "ZX"
+
+
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.05)

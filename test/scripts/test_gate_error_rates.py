@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from gate_error_rates import (
     run_trial,
     summarise,
 )
+from lab import contest, verdicts
 from lab.contest import ContestError, Side
 
 
 def trial(kind: str, *verdicts: str) -> dict[str, Any]:
     made = [{"metric": f"m{i}", "verdict": verdict} for i, verdict in enumerate(verdicts)]
-    about = {"kind": kind, "gate": {"code": "abc", "minutes": 6.0}, "load": [1, 2]}
+    about = {"kind": kind, "gate": {"version": 7, "minutes": 6.0}, "load": [1, 2]}
     return about | {"pairs": 12, "seconds": 180, "verdicts": made}
 
 
@@ -55,11 +57,55 @@ def test_a_comparison_without_an_answer_is_wrong(
     assert is_wrong({"kind": "same"} | found)
 
 
-def test_the_gates_are_told_apart_by_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gates_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     one = describe_gate(6.0)
     assert one == describe_gate(6.0) != describe_gate(5.0)
-    monkeypatch.setattr(gate_error_rates, "GATE_FILES", ("verdicts.py",))
-    assert describe_gate(6.0)["code"] != one["code"]
+    monkeypatch.setattr(contest, "VERSION", contest.VERSION + 1)
+    assert describe_gate(6.0) != one
+    first = trial("same", "slower")
+    assert summarise([first, trial("same", "same") | {"gate": one}]) == [
+        f"gate: {json.dumps(one, sort_keys=True)}",
+        "same: 0 of 1 false alarms (95%: 0% to 79%); median 12 pairs in 180 s",
+        'gate: {"minutes": 6.0, "version": 7}',
+        "same: 1 of 1 false alarms (95%: 21% to 100%); median 12 pairs in 180 s",
+    ]
+
+
+def test_a_trial_keeps_its_numbers_and_has_the_verdicts_of_todays_rule(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = contest.Contest(None, Side("base", "a"), Side("head", "b"), ["one"])
+    numbers = [1.2, 1.1, 1.25, 1.15, 1.2, 1.1, 1.25, 1.15]
+    for number in numbers:
+        sides = ({"one": [{"us_per_token": 1.0}]}, {"one": [{"us_per_token": number}]})
+        made.pairs.append(contest.Pair(*sides))
+    made._fixed.append(verdicts.failure("two"))
+    monkeypatch.setattr(gate_error_rates, "compare", lambda *_: made)
+    found = {"kind": "slow-10", "gate": describe_gate(6.0)}
+    found |= run_trial(Side("base", "a"), Side("head", "b"), 1.0)
+    assert found["metrics"] == ["one us_per_token"]
+    assert found["logs"] == [[pytest.approx(math.log(number), abs=5e-6)] for number in numbers]
+    out = tmp_path / "trials.jsonl"
+    out.write_text(json.dumps(found) + "\n")
+    assert [v["verdict"] for v in gate_error_rates.read(out)[0]["verdicts"]] == ["fails", "slower"]
+    monkeypatch.setattr(verdicts, "TOLERANCE", 0.5)
+    monkeypatch.setitem(verdicts.judge.__kwdefaults__, "tolerance", 0.5)
+    assert [v["verdict"] for v in gate_error_rates.read(out)[0]["verdicts"]] == ["fails", "same"]
+
+
+@pytest.mark.parametrize("line", ['{"kind": "same", "verd', "[]", "{}", "5"])
+def test_a_line_that_is_no_trial_is_named(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "trials.jsonl"
+    out.write_text(json.dumps(trial("same", "same")) + "\n" + line + "\n")
+    assert main(["--out", str(out), "--summary"]) == 2
+    assert f"{out}, line 2 is no trial: " in capsys.readouterr().err
+
+
+def test_an_error_is_told_apart_from_an_alarm() -> None:
+    failed = trial("same") | {"error": "base, decode/tiny-b8: the process has died"}
+    assert summarise([trial("same", "same"), failed])[1].endswith("; 1 of them ended in an error")
 
 
 def test_wilsons_interval() -> None:
@@ -77,7 +123,7 @@ def test_a_summary_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["--out", str(out), "--summary"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said == summarise(trials)
-    assert said[0] == 'gate: {"code": "abc", "minutes": 6.0}'
+    assert said[0] == 'gate: {"minutes": 6.0, "version": 7}'
     assert said[1].startswith(
         "same: 1 of 2 false alarms (95%: 9% to 91%); median 12 pairs in 180 s"
     )
