@@ -16,6 +16,9 @@ triton  version of Triton
 What is not there is ``none``. All of them are parameters for asv, as its own fields are: a result behind
 a new driver begins a line of its own in asv's graphs, under the same machine.
 
+Where ``LAB_DEVICE=cpu`` keeps the laboratory off a GPU that is there, this is another machine: without a
+GPU, and with ``-cpu`` behind its name. Results of the two would take each other's place.
+
 A machine that results are kept of needs a name of its own that stays, whatever the host is called:
 ``docs/gpu-runner.md`` says why.
 
@@ -48,6 +51,9 @@ MACHINE_FILE: Final = "~/.asv-machine.json"
 # Of asv's machine file.
 API_VERSION: Final = 1
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+OFF_GPU: Final = "-cpu"
+# What `lab.devices` takes it from.
+DEVICE_VARIABLE: Final = "LAB_DEVICE"
 _PROC: Final = Path("/proc/driver/nvidia/version")
 
 Entry = dict[str, str]
@@ -73,20 +79,36 @@ def _driver() -> str:
     return NONE
 
 
+def _gpus() -> list[str]:
+    """Names of the GPUs that torch sees."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def _is_off_gpu() -> bool:
+    """Whether there is a GPU that the laboratory is kept off."""
+    return os.environ.get(DEVICE_VARIABLE) == "cpu" and bool(_gpus())
+
+
 def gpu_fields() -> Entry:
-    """The fields that asv does not have, by name; ``none`` where there is no such thing."""
+    """The fields that asv does not have, by name; ``none`` for what is not there or not used."""
     fields = dict.fromkeys(FIELDS, NONE) | {"triton": _version("triton")}
     try:
         import torch
     except ImportError:
         return fields
     fields["torch"] = torch.__version__
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    names = _gpus()
+    if not names or _is_off_gpu():
         return fields
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     counts = {name: names.count(name) for name in names}
     gpu = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
-    return fields | {"gpu": gpu, "driver": _driver(), "cuda": torch.version.cuda}
+    return fields | {"gpu": gpu, "driver": _driver(), "cuda": str(torch.version.cuda)}
 
 
 def _asv_fields(name: str) -> Entry:
@@ -121,13 +143,50 @@ def describe(name: str | None = None) -> Entry:
     ValueError
         If it is no name for a machine, which is a folder's name too.
     """
+    _check_name(name)
+    return _asv_fields(_off_gpu(name or platform.node())) | gpu_fields()
+
+
+def _check_name(name: str | None) -> None:
     if name is not None and not NAME.fullmatch(name):
         raise ValueError(f"a machine's name is of letters, digits and '._-', got {name!r}")
-    return _asv_fields(name or platform.node()) | gpu_fields()
+
+
+def _off_gpu(name: str) -> str:
+    """What a machine is called as long as its GPU, if any, is not used."""
+    return f"{name}{OFF_GPU}" if _is_off_gpu() and not name.endswith(OFF_GPU) else name
 
 
 def _load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """asv's file of machines; empty if there is none.
+
+    Raises
+    ------
+    ValueError
+        If it is not as asv writes it.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        known = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, asv's file of machines, is no JSON: {error}") from error
+    if not isinstance(known, dict):
+        raise ValueError(
+            f"{path}, asv's file of machines, is no JSON object, but {str(known)[:80]!r}"
+        )
+    if known.get("version", API_VERSION) != API_VERSION:
+        found = str(known["version"])[:80]
+        raise ValueError(f"{path}: version is {found!r}, not {API_VERSION}, which is asv's")
+    for name, entry in known.items():
+        if name == "version":
+            continue
+        if not isinstance(entry, dict) or entry.get("machine") != name:
+            raise ValueError(f"{path}: {name!r} is {str(entry)[:80]!r}, not a machine of that name")
+        for key, value in entry.items():
+            if not isinstance(value, str):
+                raise ValueError(f"{path}: {key!r} of {name!r} is {str(value)[:80]!r}, not text")
+    return known
 
 
 def save(entry: Mapping[str, str], path: Path | None = None) -> Path:
@@ -143,6 +202,33 @@ def save(entry: Mapping[str, str], path: Path | None = None) -> Path:
     return path
 
 
+def _find(known: Mapping[str, Entry], name: str | None) -> tuple[str, Entry | None]:
+    """What a machine is called, and its entry if it has one (see `make_known`)."""
+    _check_name(name)
+    # This machine without its GPU is no second one.
+    others = [other for other in known if not (other.endswith(OFF_GPU) and _gpus())]
+    wanted = name or platform.node()
+    if name is None and wanted not in known and len(others) == 1:
+        (wanted,) = others
+    wanted = _off_gpu(wanted)
+    return wanted, known.get(wanted)
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    return {key: value for key, value in _load(path).items() if key != "version"}
+
+
+def known_as(name: str | None = None, path: Path | None = None) -> str:
+    """The name that results of this machine are kept under, as `make_known` has it; nothing is written.
+
+    Raises
+    ------
+    ValueError
+        If it is no name for a machine, or asv's file of machines is not as asv writes it.
+    """
+    return _find(_entries(path or Path(MACHINE_FILE).expanduser()), name)[0]
+
+
 def make_known(name: str | None = None, path: Path | None = None) -> str:
     """Tell asv of this machine unless it knows it; return the name that results are kept under.
 
@@ -154,6 +240,11 @@ def make_known(name: str | None = None, path: Path | None = None) -> str:
     path : Path, optional
         asv's file of machines, if it is another one.
 
+    Raises
+    ------
+    ValueError
+        If it is no name for a machine, or asv's file of machines is not as asv writes it.
+
     Notes
     -----
     What somebody told asv of the machine stays. Of the fields of this module, those that an entry has
@@ -161,13 +252,10 @@ def make_known(name: str | None = None, path: Path | None = None) -> str:
     more parameter, and would part old results from new ones.
     """
     path = path or Path(MACHINE_FILE).expanduser()
-    known = {key: value for key, value in _load(path).items() if key != "version"}
-    wanted = name or platform.node()
-    entry = known.get(wanted)
-    if entry is None and name is None and len(known) == 1:
-        (entry,) = known.values()
+    known = _entries(path)
+    wanted, entry = _find(known, name)
     if entry is None:
-        entry = describe(name)
+        entry = _asv_fields(wanted) | gpu_fields()
     else:
         found = gpu_fields()
         has_gpu = found["gpu"] != NONE
@@ -195,7 +283,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("asv_machine: error: torch sees no CUDA device", file=sys.stderr)
         return 1
     if args.save:
-        print(f"saved in {save(entry, args.file)}", file=sys.stderr)
+        try:
+            print(f"saved in {save(entry, args.file)}", file=sys.stderr)
+        except ValueError as error:
+            print(f"asv_machine: error: {error}", file=sys.stderr)
+            return 1
     print(json.dumps(entry, indent=2))
     return 0
 

@@ -4,7 +4,8 @@
 The landmarks are found in the history of HEAD by their trailer: the commit before the first fix, each
 fix, and HEAD. asv makes one environment (once, below ``.asv/env``), installs one commit after the other
 into it and measures each with the laboratory of the working tree. Results stay in ``.asv/results``, so
-that a second call measures only what is new. The asv site is written to ``.asv/html``.
+that a second call measures only what is new. The asv site is written to ``.asv/html``. One call measures
+at a time; with ``--table`` nothing is written.
 
 By default the quick set of each question is measured (`lab.cases`), with ``--full`` all cases. Of the
 decode path's many cases the table shows the quick set alone; the report and the asv site have all.
@@ -24,11 +25,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -39,16 +40,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from asv_machine import known_as as machine_known_as
 from asv_machine import make_known as make_machine_known
 from asv_site import SiteError, make_offline
-from process_sessions import end_session
+from process_sessions import end_session, ending_with_us, run_group
 from prove_fixes import FIXES, TRAILER, ProofError, git, trailers
 
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
+from lab import asv_files  # noqa: E402
 from lab.cases import CASES, QUESTIONS  # noqa: E402
 from lab.formats import busy_notes, significant  # noqa: E402
+from lab.remote import end_on_signals  # noqa: E402
 
 
 class Shown(NamedTuple):
@@ -73,8 +77,12 @@ class Shown(NamedTuple):
     more_is_better: bool = False
 
 
+def _inverse(value: float, of: float = 1.0) -> float:
+    return of / value if value else math.inf
+
+
 _LATENCY: Final[tuple[Shown, ...]] = (
-    Shown("us_per_token", "tokens/s", lambda us: 1e6 / us, 4, True),
+    Shown("us_per_token", "tokens/s", lambda us: _inverse(us, 1e6), 4, True),
     Shown("itl_p50_ms", "ITL p50, ms"),
     Shown("itl_p99_ms", "ITL p99, ms"),
 )
@@ -83,11 +91,11 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
     "decode": (
         *_LATENCY,
         Shown("forward_idle", "forward occupancy", lambda x: 1 - x, more_is_better=True),
-        Shown("steps_per_token", "accepted length", lambda x: 1 / x, more_is_better=True),
+        Shown("steps_per_token", "accepted length", _inverse, more_is_better=True),
     ),
     "mixed": (*_LATENCY, Shown("score_p50_ms", "scoring p50, ms")),
     "overlap": (
-        Shown("model_forwards_per_step", "MODEL occupancy", lambda x: 1 / x, more_is_better=True),
+        Shown("model_forwards_per_step", "MODEL occupancy", _inverse, more_is_better=True),
         Shown("model_itl_p50_ms", "MODEL ITL p50, ms"),
     ),
     "transfers": (
@@ -114,6 +122,8 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
 QUICK: Final = r"^\w+\.(?!\w*More\.)"
 # Of questions with many cases the table shows those of the quick set, and others if asked for.
 _MANY: Final = ("decode", "overlap")
+# Seconds. asv takes some for the suite, and there is no end to what it may do with odd numbers.
+PUBLISH_LIMIT_S: Final = 1800.0
 
 
 class BenchError(RuntimeError):
@@ -172,6 +182,36 @@ def _resolve(repo: Path, name: str) -> str:
 
 
 # --- asv --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def measuring_alone(repo: Path) -> Iterator[None]:
+    """Meanwhile, let no other call measure in this checkout.
+
+    asv has no lock: two calls would install their commits into the same ``.asv/env``, and measure each
+    other's.
+
+    Raises
+    ------
+    BenchError
+        If another one measures.
+    """
+    path = repo / ".asv" / "bench.lock"
+    path.parent.mkdir(exist_ok=True)
+    # The system gives it back when this process ends, in whatever way.
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise BenchError(
+                f"another call measures here, process {lock.read().strip()}, and both would install "
+                "into .asv/env: call again when it has ended, or end it"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
 
 
 class Progress:
@@ -258,9 +298,9 @@ def run_asv(repo: Path, shas: Sequence[str], options: Sequence[str], progress: P
         tail = threading.Thread(target=_follow_events, args=(events, progress, ended), daemon=True)
         tail.start()
         try:
-            with log_path.open("w") as log:
+            with ending_with_us(asv.pid), log_path.open("w") as log:
                 _follow_log(asv, log, shas, progress)
-            return asv.wait()
+                return asv.wait()
         finally:
             # asv puts what it starts into groups of their own.
             end_session(asv.pid)
@@ -296,12 +336,19 @@ def _follow_events(path: Path, progress: Progress, ended: threading.Event) -> No
 
 
 def publish(repo: Path) -> tuple[Path, str]:
-    """Write the asv site; return its first page, and what it takes to open it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "asv", "publish"], cwd=repo, capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        raise BenchError(f"asv publish failed:\n{(done.stdout + done.stderr)[-2000:]}")
+    """Write the asv site; return its first page, and what it takes to open it.
+
+    Raises
+    ------
+    BenchError
+        If asv cannot, or among its results are some that it would not come to an end with.
+    """
+    if odd := odd_files(results_folder(repo)):
+        raise BenchError(_odd_told(odd, "the asv site is not written"))
+    command = [sys.executable, "-m", "asv", "publish"]
+    status, text = run_group(command, dict(os.environ), repo, PUBLISH_LIMIT_S)
+    if status != 0:
+        raise BenchError(f"asv publish ended with {status}:\n{text[-2000:]}")
     page = repo / ".asv" / "html" / "index.html"
     try:
         make_offline(page.parent, repo / ".cache" / "asv-site")
@@ -316,26 +363,129 @@ def publish(repo: Path) -> tuple[Path, str]:
 Values = dict[tuple[str, str], float | None]
 
 
-def load_results(repo: Path, machine: str, sha: str) -> Values:
-    """What asv has of a commit."""
+def results_folder(repo: Path) -> Path:
+    """Where asv keeps results.
+
+    Raises
+    ------
+    BenchError
+        If asv has no configuration here.
+    """
     from asv.config import Config
-    from asv.results import iter_results_for_machine_and_hash
     from asv.util import UserError
 
     try:
-        conf = Config.load(str(repo / "asv.conf.json"))
+        return repo / Config.load(str(repo / "asv.conf.json")).results_dir
     except UserError as error:
         raise BenchError(str(error)) from error
-    values: Values = {}
-    results_dir = str(repo / conf.results_dir)
-    for results in iter_results_for_machine_and_hash(results_dir, machine, sha):
-        for key in results.get_all_result_keys():
-            (names,) = results.get_result_params(key)
-            found = results.get_result_value(key, [names])
+
+
+def odd_files(results: Path) -> list[str]:
+    """What is wrong with each file of a machine that asv would read and that is not as asv writes it."""
+    odd = []
+    # asv leaves a folder without a machine.json alone.
+    folders = {path.parent for path in results.rglob("machine.json")}
+    for path in sorted(path for folder in folders for path in folder.glob("*.json")):
+        is_machine = path.name == "machine.json"
+        try:
+            (asv_files.read_machine if is_machine else asv_files.read_result)(path)
+        except asv_files.FormError as error:
+            odd.append(str(error))
+    return odd
+
+
+def _odd_told(odd: Sequence[str], what: str) -> str:
+    return f"{what}: mend these, or move them out of asv's results\n  " + "\n  ".join(odd)
+
+
+@dataclass
+class Found:
+    """What asv has of commits.
+
+    Attributes
+    ----------
+    values : list of dict
+        By commit.
+    notes : list of str
+        What is left out.
+    """
+
+    values: list[Values] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def load_results(repo: Path, machine: str, shas: Sequence[str]) -> Found:
+    """What asv has of commits on a machine.
+
+    Where a commit has been measured in several environments, what was measured last counts.
+
+    Raises
+    ------
+    BenchError
+        If it cannot be told what the benchmarks are.
+    """
+    folder = results_folder(repo)
+    found = Found()
+    outdated = 0
+    benchmarks: Any = None
+    for sha in shas:
+        numbers: list[tuple[float, str, Any]] = []
+        for path in sorted((folder / machine).glob(f"{sha[:8]}-*.json")):
+            results = _load(path, machine, sha, found.notes)
+            if results is None:
+                continue
+            if benchmarks is None:
+                benchmarks = _benchmarks(folder)
+            current = results.get_result_keys(benchmarks)
+            outdated += len(results.get_all_result_keys() - current)
+            numbers += ((results.started_at[key] or 0, key, results) for key in current)
+        values: Values = {}
+        for _, key, results in sorted(numbers, key=lambda number: number[:2]):
+            params = results.get_result_params(key)
+            # Of another suite.
+            if len(params) != 1:
+                continue
             # The two classes of a question are one table.
             name = re.sub(r"^(\w+)\.\w+\.", r"\1.", key)
-            values |= {(name, case.strip("'")): v for case, v in zip(names, found, strict=True)}
-    return values
+            measured = results.get_result_value(key, params)
+            values |= {
+                (name, case.strip("'")): v for case, v in zip(params[0], measured, strict=True)
+            }
+        found.values.append(values)
+    if outdated:
+        found.notes.append(
+            f"{outdated} results are left out: their benchmarks have changed since, and mean "
+            "something else"
+        )
+    return found
+
+
+def _load(path: Path, machine: str, sha: str, notes: list[str]) -> Any:
+    """asv's results in a file; None, with a note, if they are none of this commit's."""
+    from asv.results import Results
+    from asv.util import UserError
+
+    try:
+        document = asv_files.read_result(path)
+        if document["commit_hash"] != sha:
+            raise asv_files.FormError(f"{path.name}: commit_hash is {document['commit_hash']}")
+        return Results.load(str(path), machine_name=machine)
+    except (asv_files.FormError, UserError) as error:
+        notes.append(f"left out: {error}")
+        return None
+
+
+def _benchmarks(folder: Path) -> Any:
+    from asv.benchmarks import Benchmarks
+    from asv.config import Config
+
+    try:
+        asv_files.read_benchmarks(folder / "benchmarks.json")
+    except asv_files.FormError as error:
+        raise BenchError(f"{error}; `make bench` has asv write it anew") from error
+    conf = Config()
+    conf.results_dir = str(folder)
+    return Benchmarks.load(conf)
 
 
 def cell(values: Values, group: str, metric: Shown, case: str) -> tuple[str, float | None]:
@@ -369,14 +519,18 @@ def rows(found: Sequence[Values]) -> Iterator[tuple[str, str, str, list[str], bo
 
 
 def _cells(found: Sequence[Values], group: str, metric: Shown, case: str) -> list[str]:
-    """Cells of a row, each with its change against the first commit that has a number."""
+    """Cells of a row, each with its change against the first commit that has a number.
+
+    A first number that nothing can be divided by leaves the row without any.
+    """
     cells, first = [], None
     for values in found:
         text, value = cell(values, group, metric, case)
         if value is not None:
             shown = metric.convert(value)
-            text += f" [dim]{shown / first:.2f}×[/]" if first else ""
-            first = first or shown
+            if first and math.isfinite(first) and math.isfinite(shown):
+                text += f" [dim]{shown / first:.2f}×[/]"
+            first = shown if first is None else first
         cells.append(text)
     return cells
 
@@ -404,7 +558,8 @@ def show(marks: Sequence[Landmark], found: Sequence[Values], console: Any) -> No
         before = (question, case)
     console.print(table)
     console.print(
-        "[dim]↑ more is better, ↓ less. A factor is the change against the first commit with a number.\n"
+        "[dim]↑ more is better, ↓ less. A factor is the change against the first commit with a number; "
+        "there is none if that is 0.\n"
         "Each number is the median of three processes: between two of them the same code differs by up "
         "to a tenth, and by more on a busy machine; `make report` says by how much.\n"
         "'stalls': generation requests under scoring requests never end, or the engine dies.[/]"
@@ -441,24 +596,34 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def bench(args: argparse.Namespace, console: Any) -> tuple[list[Landmark], list[Values], int]:
-    """Measure; return the commits, their results and asv's exit status."""
-    repo: Path = args.repo.resolve()
-    marks = landmarks(repo, args.commit)
-    if not args.table and git(repo, "status", "--porcelain", "--", "python").strip():
+def bench(args: argparse.Namespace, repo: Path, shas: list[str], console: Any) -> tuple[Found, int]:
+    """Measure commits; return their results and asv's exit status."""
+    folder = results_folder(repo)
+    if args.table:
+        return load_results(repo, _named(args.machine, machine_known_as), shas), 0
+    # Before minutes of measuring: asv would end with a traceback, or not know what it has.
+    if odd := odd_files(folder):
+        raise BenchError(_odd_told(odd, "asv's results cannot be added to"))
+    if git(repo, "status", "--porcelain", "--", "python").strip():
         console.print("python/ has changes that are not committed: they are not measured.")
-    machine = make_machine_known(args.machine)
-    status = 0
-    for note in [] if args.table else busy_notes(threads=2):
+    machine = _named(args.machine, make_machine_known)
+    for note in busy_notes(threads=2):
         console.print(f"[bold]{note}; what is kept is measured again by --rerun[/]")
-    if not args.table:
-        options = ["--record-samples", "--machine", machine]
-        options += [] if args.rerun else ["--skip-existing-successful"]
-        chosen = args.bench or ([] if args.full else [QUICK])
-        options += [part for regex in chosen for part in ("--bench", regex)]
-        with Progress(console, sum(case.quick or args.full for case in CASES.values())) as progress:
-            status = run_asv(repo, [mark.sha for mark in marks], options, progress)
-    return marks, [load_results(repo, machine, mark.sha) for mark in marks], status
+    options = ["--record-samples", "--machine", machine]
+    options += [] if args.rerun else ["--skip-existing-successful"]
+    chosen = args.bench or ([] if args.full else [QUICK])
+    options += [part for regex in chosen for part in ("--bench", regex)]
+    with Progress(console, sum(case.quick or args.full for case in CASES.values())) as progress:
+        status = run_asv(repo, shas, options, progress)
+    return load_results(repo, machine, shas), status
+
+
+def _named(name: str | None, find: Callable[[str | None], str]) -> str:
+    """What asv calls this machine."""
+    try:
+        return find(name)
+    except ValueError as error:
+        raise BenchError(str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -467,28 +632,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = parse_args(argv)
     started = time.monotonic()
+    repo: Path = args.repo.resolve()
     # A log has no width of its own, and the table needs some.
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 150)
-    with contextlib.suppress(ValueError):  # not on the main thread
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        marks, found, status = bench(args, console)
-        if not any(found):
-            if args.table:
-                raise BenchError("there are no results yet: run `make bench` first")
-            raise BenchError("asv has no results; its output is in .asv/bench.log")
-        page, how = publish(args.repo.resolve())
+        marks = landmarks(repo, args.commit)
+        with contextlib.nullcontext() if args.table else measuring_alone(repo):
+            found, status = bench(args, repo, [mark.sha for mark in marks], console)
+            for note in found.notes:
+                console.print(note, markup=False, highlight=False)
+            if not any(found.values):
+                if args.table:
+                    raise BenchError("there are no results yet: run `make bench` first")
+                raise BenchError("asv has no results; its output is in .asv/bench.log")
+            show(marks, found.values, console)
+            if args.json:
+                print(json.dumps(_as_json(marks, found.values), indent=2))
+            if not args.table:
+                page, how = publish(repo)
+                seconds = time.monotonic() - started
+                console.print(f"asv site: {page} ({how}); {seconds:.0f} s in all", markup=False)
     except (BenchError, ProofError) as error:
         print(f"bench: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("bench: interrupted; results of finished commits are kept", file=sys.stderr)
         return 130
-    show(marks, found, console)
-    seconds = time.monotonic() - started
-    console.print(f"asv site: {page} ({how}); {seconds:.0f} s in all", markup=False)
-    if args.json:
-        print(json.dumps(_as_json(marks, found), indent=2))
     if status != 0:
         print(f"bench: error: asv run ended with {status}, see .asv/bench.log", file=sys.stderr)
     return status
@@ -509,4 +678,5 @@ def _as_json(marks: Sequence[Landmark], found: Sequence[Values]) -> list[dict[st
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

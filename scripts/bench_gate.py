@@ -28,7 +28,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -48,6 +47,7 @@ from lab import contest, verdicts  # noqa: E402
 from lab.arguments import non_negative_float, positive_float, positive_int  # noqa: E402
 from lab.cases import CASES  # noqa: E402
 from lab.contest import Contest, ContestError, Side  # noqa: E402
+from lab.remote import end_on_signals  # noqa: E402
 
 MAX_PAIRS: Final = 300
 Tick = Callable[[str], None]
@@ -298,12 +298,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 3 if args.strict and verdicts.CANNOT_TELL in kinds else 0
 
 
-def end_in_order() -> None:
-    """Have processes and folders cleared away on SIGTERM and SIGHUP as well."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
 if __name__ == "__main__":
-    end_in_order()
+    end_on_signals()
     sys.exit(main())

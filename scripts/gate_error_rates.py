@@ -46,10 +46,11 @@ sys.path += [str(REPO_ROOT / "benchmark"), str(REPO_ROOT / "scripts")]
 
 import numpy as np  # noqa: E402
 
-from bench_gate import compare, end_in_order  # noqa: E402
+from bench_gate import compare  # noqa: E402
 from lab import contest, verdicts  # noqa: E402
 from lab.arguments import positive_float, positive_int  # noqa: E402
 from lab.contest import ContestError, Side, Worker  # noqa: E402
+from lab.remote import end_on_signals  # noqa: E402
 
 KINDS: Final = {"same": 0.0, "slow-5": 0.05, "slow-10": 0.10}
 TRIALS: Final = {"same": 40, "slow-5": 20, "slow-10": 20}
@@ -302,5 +303,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_in_order()
+    end_on_signals()
     sys.exit(main())

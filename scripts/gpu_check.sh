@@ -17,6 +17,9 @@
 # Without git's history .cache/landmarks has the commits: scripts/gpu_landmarks.py extract makes it.
 # Prints a table last. Exits with 1 if a step failed.
 set -uo pipefail
+# With it, cd prints where it went, or goes elsewhere.
+unset CDPATH
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 out=.cache/gpu-check
@@ -25,13 +28,18 @@ all=(tests sync-debug kernels occupancy asv)
 only=()
 while (($#)); do
   case $1 in
-    --out) [[ -n ${2:-} ]] || { echo 'gpu_check: --out needs a folder' >&2; exit 2; }; out=$2; shift ;;
+    --out)
+      [[ -n ${2:-} ]] || { echo 'gpu_check: --out needs a folder' >&2; exit 2; }
+      out=$2
+      # Whoever calls means a folder of his own.
+      [[ $out == /* ]] || out=$caller/$out
+      shift ;;
     --only)
       [[ -n ${2:-} ]] || { echo 'gpu_check: --only needs a step' >&2; exit 2; }
       IFS=, read -ra only <<<"$2"
       shift ;;
     --dry-run) dry=1 ;;
-    -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' scripts/gpu_check.sh; exit 0 ;;
     *) echo "gpu_check: unknown option $1" >&2; exit 2 ;;
   esac
   shift
@@ -44,6 +52,8 @@ done
 if [[ -z ${PYTHON:-} ]]; then
   PYTHON=python3
   [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
+elif [[ $PYTHON == */* && $PYTHON != /* ]]; then
+  PYTHON=$caller/$PYTHON
 fi
 # Where the package is not installed, it is found all the same.
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1

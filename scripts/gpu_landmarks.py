@@ -39,7 +39,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -52,17 +51,17 @@ from asv_machine import make_known
 from bench import BenchError, landmarks
 from bench_gate import side
 from gpu_results import merged
-from process_sessions import end_session, ending_with_us
+from process_sessions import run_group
 from prove_fixes import FIXES, ProofError, fix_commit, git, trailers
 
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
-from lab import devices  # noqa: E402
+from lab import asv_files, devices  # noqa: E402
 from lab.arguments import positive_float, positive_int  # noqa: E402
 from lab.cases import CASES  # noqa: E402
 from lab.history import PROCESSES_VARIABLE, ROUNDS_VARIABLE  # noqa: E402
-from lab.remote import environment  # noqa: E402
+from lab.remote import end_on_signals, environment  # noqa: E402
 from lab.run import by_setup, run_cases  # noqa: E402
 
 SAVED: Final = Path(".cache/landmarks")
@@ -156,7 +155,7 @@ def load(folder: Path) -> Packages:
         index = json.loads((folder / INDEX).read_text())
     except OSError as error:
         raise BenchError(
-            f"there is no history here, and no {folder / INDEX}: where there is history, run "
+            f"there is no history here, or no git, and no {folder / INDEX}: where there is history, run "
             f"`python scripts/gpu_landmarks.py extract --to {SAVED}` and bring that folder along"
         ) from error
     made = {
@@ -310,47 +309,6 @@ def _shown(value: float | None, outcome: dict[str, Any]) -> str:
     if "metrics" in outcome:
         return f"{outcome.get('outcome')}, without its occupancy"
     return f"{outcome.get('outcome')} {str(outcome.get('detail', ''))[-500:]}".strip()
-
-
-def run_group(
-    command: Sequence[str], env: dict[str, str], folder: Path, seconds: float
-) -> tuple[int, str]:
-    """Run a command and end all that it started, after so many seconds at the latest.
-
-    Whatever ends this process meanwhile ends the command too.
-
-    Returns
-    -------
-    int
-        Its exit status; 124 if time ran out.
-    str
-        What it printed.
-    """
-    child = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        with ending_with_us(child.pid):
-            try:
-                text, _ = child.communicate(timeout=seconds)
-                return child.returncode, text
-            except subprocess.TimeoutExpired as error:
-                said = error.output or ""
-                return 124, said if isinstance(said, str) else said.decode(errors="replace")
-            finally:
-                end_session(child.pid)
-    finally:
-        # Also where there could be no watcher.
-        child.kill()
-        child.wait()
 
 
 # --- The landmarks, by asv ----------------------------------------------------------------------
@@ -516,7 +474,7 @@ def settle(fresh: Path, results: Path, machine: str, sha: str) -> tuple[int, int
     asv names an existing environment by the path of its interpreter, and makes that path a parameter:
     an interpreter that moves would begin another line in asv's graphs. What there is of the commit
     already stays, but for what has been measured again, if it was measured by the same (see
-    `gpu_results.merged`).
+    `gpu_results.merged`). A file that is none of asv's is put aside.
 
     Returns
     -------
@@ -539,7 +497,12 @@ def settle(fresh: Path, results: Path, machine: str, sha: str) -> tuple[int, int
         document |= {"env_name": environment_name, "python": version}
         document["params"]["python"] = version
         if target.is_file():
-            document = merged(json.loads(target.read_text()), document)
+            try:
+                document = merged(asv_files.read_result(target), document)
+            except asv_files.FormError as error:
+                # No reason to lose what has just been measured, nor what a person may still mend.
+                aside = target.replace(target.with_name(f"{target.name}.{time.time_ns()}.odd"))
+                print(f"gpu_landmarks: {error}; kept as {aside}", file=sys.stderr)
         _replace(target, json.dumps(document) + "\n")
     # What asv says of machine and benchmarks goes with them.
     for name in (f"{machine}/machine.json", "benchmarks.json"):
@@ -755,8 +718,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Either ends what was started and leaves what was found. A shell that starts this in the background
-    # would have it ignore the first.
+    # Any of these ends what was started and leaves what was found. A shell that starts this in the
+    # background would have it ignore the first.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    end_on_signals()
     sys.exit(main())

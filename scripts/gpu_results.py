@@ -7,8 +7,8 @@
 ``accept``
     Take asv's results out of what the machine sent into a folder of results. A job has run on that
     machine, so nothing of it is believed: files have the names and sizes that they should have, are JSON
-    of the form that asv writes, and no text in them could become markup on a page: none of ``<>&"``, and
-    ``'`` only around a name, as asv writes parameters of benchmarks.
+    of the form that asv writes (`lab.asv_files`), and no text in them could become markup on a page:
+    none of ``<>&"``, and ``'`` only around a name, as asv writes parameters of benchmarks.
     They are written anew from what was read, and nothing is executed.
 
 Needs Python alone.
@@ -32,6 +32,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmark"))
+
+from lab import asv_files
+
 MACHINE: Final = re.compile(r"gpu-[a-z0-9][a-z0-9-]{0,40}")
 SHA: Final = re.compile(r"[0-9a-f]{40}")
 RESULT: Final = re.compile(r"([0-9a-f]{8})-existing-py3\.\d{1,2}\.json")
@@ -44,7 +48,6 @@ TEXT: Final = re.compile(r"[A-Za-z0-9 _.,:;@()/+=\[\]#%*~^!?-]{0,200}|'[A-Za-z0-
 MOST_FILES: Final = 64
 MOST_COMMITS: Final = 8
 MOST_BYTES: Final = 1 << 20
-MOST_DEPTH: Final = 8
 
 MACHINE_KEYS: Final = frozenset(
     (
@@ -106,7 +109,10 @@ def plan(repo: Path, event: str, asked: str) -> list[str]:
 
 def _git(repo: Path, *arguments: str) -> str:
     command = ["git", "-C", str(repo), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except OSError as error:
+        raise RefusedError(f"git cannot be run: {error.strerror}") from error
 
 
 # --- Afterwards ---------------------------------------------------------------------------------
@@ -151,32 +157,36 @@ def accept(incoming: Path, results: Path) -> list[str]:
     RefusedError
         If anything is there that should not be. Then nothing was written.
     """
-    files = _files(incoming)
-    documents = {path: _read(path) for path in files if path.name != "benchmarks.json"}
-    machines = {path.parent.name for path in documents}
+    files = [path for path in _files(incoming) if path.name != "benchmarks.json"]
+    machines = {path.parent.name for path in files}
     if len(machines) != 1:
         raise RefusedError(f"results of one machine may come, not of {sorted(machines)}")
     (machine,) = machines
-    for path, document in documents.items():
+    if not any(path.name == "machine.json" for path in files):
+        raise RefusedError(f"{machine} sent no machine.json")
+    written = {}
+    for path in files:
+        target = results / machine / path.name
+        document = _read(path)
         if path.name == "machine.json":
             check_machine(document, machine)
         else:
             check_result(document, machine, path.name)
-    if not any(path.name == "machine.json" for path in documents):
-        raise RefusedError(f"{machine} sent no machine.json")
-    written = []
-    for path, document in documents.items():
-        target = results / machine / path.name
+        _check_texts(document, path.name)
         if target.is_file() and path.name != "machine.json":
-            before = json.loads(target.read_text())
+            try:
+                before = asv_files.read_result(target)
+            except asv_files.FormError as error:
+                raise RefusedError(f"there already, and to be mended first: {error}") from error
             if not agree(before, document):
                 text = "measured by something else before, which is left out"
                 print(f"gpu_results: {machine}/{path.name}: {text}", file=sys.stderr)
             document = merged(before, document)
+        written[target] = json.dumps(document, indent=1, sort_keys=True) + "\n"
+    for target, text in written.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-        written.append(f"{machine}/{path.name}")
-    return sorted(written)
+        target.write_text(text)
+    return sorted(f"{machine}/{target.name}" for target in written)
 
 
 def _files(incoming: Path) -> list[Path]:
@@ -204,35 +214,30 @@ def _files(incoming: Path) -> list[Path]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    is_machine = path.name == "machine.json"
     try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{path.name!r} is no JSON") from error
-    if not isinstance(document, dict):
-        raise RefusedError(f"{path.name!r} has no fields")
-    _check_texts(document, path.name, MOST_DEPTH)
-    return document
+        return (asv_files.read_machine if is_machine else asv_files.read_result)(path)
+    except asv_files.FormError as error:
+        raise RefusedError(str(error)) from error
 
 
-def _check_texts(value: Any, name: str, depth: int) -> None:
+def _check_texts(value: Any, name: str) -> None:
     """See that no text is long or has a character that it needs not have."""
-    if depth == 0:
-        raise RefusedError(f"{name!r} goes too deep")
     if isinstance(value, str):
         # asv's own names of phases stand in angle brackets.
         if not TEXT.fullmatch(re.sub(r"^<(build|setup_cache [\w.:]{1,80})>$", "", value)):
             raise RefusedError(f"{name!r} has text that no result has: {value[:40]!r}")
     elif isinstance(value, dict):
         for key, item in value.items():
-            _check_texts(key, name, depth - 1)
-            _check_texts(item, name, depth - 1)
+            _check_texts(key, name)
+            _check_texts(item, name)
     elif isinstance(value, list):
         for item in value:
-            _check_texts(item, name, depth - 1)
+            _check_texts(item, name)
 
 
 def check_machine(document: dict[str, Any], machine: str) -> None:
-    """See that this is the machine's file.
+    """See that this, of asv's form, is the machine's file.
 
     Raises
     ------
@@ -243,12 +248,10 @@ def check_machine(document: dict[str, Any], machine: str) -> None:
         raise RefusedError(f"machine.json of {machine} is another machine's, or has other fields")
     if document.get("gpu") in (None, "", "none"):
         raise RefusedError(f"{machine} has no GPU")
-    if any(not isinstance(v, str) for key, v in document.items() if key != "version"):
-        raise RefusedError(f"machine.json of {machine} has a field that is no text")
 
 
 def check_result(document: dict[str, Any], machine: str, name: str) -> None:
-    """See that these are the results of the commit that the file's name says.
+    """See that these, of asv's form, are the results of the commit that the file's name says.
 
     Raises
     ------
@@ -259,17 +262,14 @@ def check_result(document: dict[str, Any], machine: str, name: str) -> None:
         odd = sorted(document.keys() ^ RESULT_KEYS)
         raise RefusedError(f"{name!r} has other fields than asv's: {', '.join(odd)}")
     sha = document["commit_hash"]
-    if not (isinstance(sha, str) and SHA.fullmatch(sha) and name.startswith(f"{sha[:8]}-")):
+    if not (SHA.fullmatch(sha) and name.startswith(f"{sha[:8]}-")):
         raise RefusedError(f"{name!r} is of another commit")
     if f"{sha[:8]}-{document['env_name']}.json" != name:
         raise RefusedError(f"{name!r} is of another environment")
-    params = document["params"]
-    if not isinstance(params, dict) or params.get("machine") != machine:
+    if document["params"]["machine"] != machine:
         raise RefusedError(f"{name!r} is of another machine than {machine}")
-    if not isinstance(document["results"], dict) or not isinstance(document["durations"], dict):
-        raise RefusedError(f"{name!r} has no results")
-    for benchmark, columns in document["results"].items():
-        if not BENCHMARK.fullmatch(benchmark) or not isinstance(columns, list):
+    for benchmark in document["results"]:
+        if not BENCHMARK.fullmatch(benchmark):
             raise RefusedError(f"{name!r} has a benchmark called {benchmark[:60]!r}")
 
 
@@ -297,6 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(accept(args.incoming, args.results)))
     except RefusedError as error:
         print(f"gpu_results: refused: {error}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"gpu_results: error: git says: {error.stderr.strip()}", file=sys.stderr)
         return 1
     return 0
 

@@ -6,6 +6,8 @@
 # TOKEN, if set, is what git pushes with; it stands in no argument and in no file. SOURCE is the commit
 # whose workflow this is. gpu_results.py says what is taken; if it refuses, nothing is pushed.
 set -euo pipefail
+# With it, cd prints where it went, or goes elsewhere.
+unset CDPATH
 
 if (($# != 3)); then
   sed -n '4p' "$0" >&2

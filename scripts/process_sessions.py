@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -75,6 +75,47 @@ def ending_with_us(session: int) -> Iterator[None]:
     finally:
         watcher.kill()
         watcher.communicate()
+
+
+def run_group(
+    command: Sequence[str], env: dict[str, str], folder: Path, seconds: float
+) -> tuple[int, str]:
+    """Run a command and end all that it started, after so many seconds at the latest.
+
+    Whatever ends this process meanwhile ends the command too.
+
+    Returns
+    -------
+    int
+        Its exit status; 124 if time ran out.
+    str
+        What it printed.
+    """
+    child = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        with ending_with_us(child.pid):
+            try:
+                text, _ = child.communicate(timeout=seconds)
+                return child.returncode, text
+            except subprocess.TimeoutExpired as error:
+                said = error.output or ""
+                return 124, said if isinstance(said, str) else said.decode(errors="replace")
+            finally:
+                end_session(child.pid)
+    finally:
+        # Also where there could be no watcher.
+        child.kill()
+        child.wait()
 
 
 if __name__ == "__main__":

@@ -34,6 +34,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmark"))
+
+from lab.remote import end_on_signals
+
 if TYPE_CHECKING:
     import pytest
 
@@ -144,14 +148,16 @@ def git(repo: Path, *arguments: str) -> str:
     Raises
     ------
     ProofError
-        If git fails; with what it said.
+        If git fails, with what it said, or if there is none.
     """
     # A caller that is itself a git hook must not redirect these calls to its own index.
     redirections = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE")
     environment = {key: v for key, v in os.environ.items() if key not in redirections}
-    done = subprocess.run(
-        ["git", "-C", str(repo), *arguments], env=environment, capture_output=True, text=True
-    )
+    command = ["git", "-C", str(repo), *arguments]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    except OSError as error:
+        raise ProofError(f"git cannot be run: {error.strerror}") from error
     if done.returncode != 0:
         raise ProofError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
@@ -505,9 +511,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A log has no width of its own, and the table needs some.
     width = None if sys.stdout.isatty() else 140
     console = Console(stderr=args.json, width=width)
-    # So that the worktrees go away also when the caller loses patience.
-    with contextlib.suppress(ValueError):  # not on the main thread
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False)
@@ -531,4 +534,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # So that the worktrees go away also when the caller loses patience.
+    end_on_signals()
     sys.exit(main())

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import datetime
 import math
 import os
@@ -37,10 +38,11 @@ REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
 from lab.arguments import positive_int  # noqa: E402
+from lab.asv_files import FormError, read_benchmarks, read_machine, read_result  # noqa: E402
 from lab.cases import PROCESSES  # noqa: E402
 from lab.report import wording  # noqa: E402
 from lab.report.data import Commit, Key, Machine, Measured, Question, Results  # noqa: E402
-from lab.report.page import render  # noqa: E402
+from lab.report.page import anchors, render  # noqa: E402
 
 DEFAULT_RESULTS: Final = (".asv/results", "benchmark/results")
 BEFORE_FIXES: Final = "before the fixes"
@@ -71,6 +73,12 @@ GPU_WANTED: Final = ("driver", "cuda")
 STATE: Final = ("gpu", "driver", "cuda", "torch", "triton", "os")
 SKIPPED_FACTS: Final = {"machine", "version", "setuptools", "wheel", "tqdm", "rich", "jinja2"}
 
+
+# A benchmark of the suite: question, class and metric.
+TRACKED: Final = re.compile(r"(\w+(?:\.\w+)*)\.(\w+)\.track_(\w+)")
+# Beside results: what describes their machine, and, a folder above, what was measured.
+MACHINE: Final = "machine.json"
+BENCHMARKS: Final = "benchmarks.json"
 
 # Name of a machine, and its `STATE`.
 State = tuple[str, ...]
@@ -129,47 +137,83 @@ def results_dirs(repo: Path, given: Sequence[Path]) -> list[Path]:
 
 
 def _holds_results(path: Path) -> bool:
-    return any(path.glob("*/machine.json"))
+    return any(path.glob(f"*/{MACHINE}"))
 
 
-def load(directory: Path) -> tuple[dict[str, Any], list[tuple[Any, dict[str, Any]]]]:
-    """Benchmarks of a directory, and its results, each with what describes its machine."""
-    from asv.benchmarks import Benchmarks
-    from asv.config import Config
-    from asv.machine import Machine as AsvMachine
-    from asv.machine import iter_machine_files
-    from asv.results import get_existing_hashes, iter_results_for_machine_and_hash
-    from asv.util import UserError, load_json
+def load(
+    directory: Path, notes: list[str]
+) -> tuple[dict[str, Any], list[tuple[Any, dict[str, Any]]]]:
+    """Benchmarks of a directory, and its results, each with what describes its machine.
 
+    What is not of asv's form is left out, and `notes` says so.
+    """
+    benchmarks: dict[str, Any] = {}
     found: list[tuple[Any, dict[str, Any]]] = []
-    try:
-        conf = Config()
-        conf.results_dir = str(directory)
-        benchmarks = dict(Benchmarks.load(conf))
-        for path in iter_machine_files(str(directory)):
-            machine = load_json(path, AsvMachine.api_version)
-            name = machine["machine"]
-            for sha in sorted(get_existing_hashes(str(directory / name))):
-                of_commit = iter_results_for_machine_and_hash(str(directory), name, sha)
-                found += ((one, machine) for one in of_commit)
-    except (UserError, KeyError, OSError) as error:
-        raise ReportError(f"asv's results in {directory} cannot be read: {error}") from error
+    with _noted(notes):
+        benchmarks = read_benchmarks(directory / BENCHMARKS)
+        del benchmarks["version"]
+    for folder in sorted(path for path in directory.iterdir() if path.is_dir()):
+        files = sorted(p for p in folder.glob("*.json") if p.name not in (MACHINE, BENCHMARKS))
+        if not files:
+            continue
+        with _noted(notes, f", with {wording.counted(len(files), 'file')} beside it"):
+            machine = read_machine(folder / MACHINE)
+            for path in files:
+                with _noted(notes):
+                    found.append((_load_result(path, machine["machine"]), machine))
     return benchmarks, found
+
+
+@contextlib.contextmanager
+def _noted(notes: list[str], more: str = "") -> Iterator[None]:
+    """Go on after a file that is left out, and say which one it is, and why."""
+    try:
+        yield
+    except FormError as error:
+        notes.append(f"Left out{more}: {error}.")
+        print(f"report: {notes[-1]}", file=sys.stderr)
+
+
+def _load_result(path: Path, machine: str) -> Any:
+    from asv.results import Results as AsvResults
+
+    name = read_result(path)["params"]["machine"]
+    if name != machine:
+        raise FormError(
+            f"{path.parent.name}/{path.name}: params[machine] is {name!r}, not {machine!r}"
+        )
+    return AsvResults.load(str(path))
+
+
+def parts(found: Found, key: str) -> tuple[str, str, str] | None:
+    """Question, class and metric of a result; None if it is not one number for each case."""
+    match = TRACKED.fullmatch(key)
+    return match.groups() if match and len(found.results.get_result_params(key)) == 1 else None
+
+
+def _key(question: str, owner: str, metric: str) -> str:
+    return f"{question}.{owner}.track_{metric}"
 
 
 def values(found: Found) -> Iterator[tuple[str, str, str, str, Measured]]:
     """Question, class, metric, case and number of all that a file has and that still means the same."""
     results = found.results
     for key in sorted(results.get_result_keys(found.benchmarks)):
-        question, owner, track = key.rsplit(".", 2)
-        params = results.get_result_params(key)
-        if not track.startswith("track_") or len(params) != 1:
+        of_key = parts(found, key)
+        if of_key is None:
             continue
+        params = results.get_result_params(key)
         numbers = results.get_result_value(key, params)
         samples = results.get_result_samples(key, params)
         for name, number, own in zip(params[0], numbers, samples, strict=True):
-            measured = Measured(number, tuple(own or ()))
-            yield question, owner, track.removeprefix("track_"), name.strip("'"), measured
+            yield *of_key, name.strip("'"), Measured(number, tuple(own or ()))
+
+
+def foreign(found: Iterable[Found]) -> int:
+    """How many results are not one number for each case."""
+    return sum(
+        parts(f, key) is None for f in found for key in f.results.get_result_keys(f.benchmarks)
+    )
 
 
 def outdated(found: Iterable[Found]) -> int:
@@ -228,7 +272,7 @@ def _fact(key: str, value: Any) -> str:
     text = str(value or "").strip()
     if text == NONE:
         return ""
-    if key == "ram" and text.isdigit():
+    if key == "ram" and re.fullmatch("[0-9]{1,18}", text):
         return f"{int(text) / 2**30:.1f} GiB"
     # An environment that asv did not make itself has the path of its interpreter for a version.
     return "" if key == "python" and os.sep in text else text
@@ -324,7 +368,7 @@ def make_questions(repo: Path, found: Sequence[Found]) -> dict[str, Question]:
                 questions[question] = Question(question, _heading(repo, question))
             place = cases.setdefault(question, {})
             place[case] = place.get(case, False) or not owner.endswith(MORE)
-            unit = one.benchmarks[f"{question}.{owner}.track_{metric}"].get("unit", "")
+            unit = one.benchmarks[_key(question, owner, metric)].get("unit", "")
             questions[question].units.setdefault(metric, unit)
     for name, question in questions.items():
         order = list(_case_order(name, found))
@@ -341,14 +385,13 @@ def make_questions(repo: Path, found: Sequence[Found]) -> dict[str, Question]:
 def _case_order(question: str, found: Sequence[Found]) -> dict[str, None]:
     """Cases in the order of the suite, the quick ones first; then those that only results have."""
     keys = [
-        (owner.endswith(MORE), key, f.benchmarks[key]["params"], f.results)
+        (match[2].endswith(MORE), key, f.benchmarks[key]["params"])
         for f in found
         for key in f.benchmarks
-        for module, owner, _ in [key.rsplit(".", 2)]
-        if module == question
+        if (match := TRACKED.fullmatch(key)) and match[1] == question
     ]
     order: dict[str, None] = {}
-    for _, _, params, _ in sorted(keys, key=lambda k: (k[0], k[1])):
+    for _, _, params in sorted(keys, key=lambda k: (k[0], k[1])):
         order |= dict.fromkeys(name.strip("'") for name in (params[0] if params else []))
     for f in found:
         order |= dict.fromkeys(case for module, _, _, case, _ in values(f) if module == question)
@@ -358,7 +401,8 @@ def _case_order(question: str, found: Sequence[Found]) -> dict[str, None]:
 def _heading(repo: Path, question: str) -> str:
     """The question, as the first line of its file asks it."""
     path = repo / "benchmark" / "asv" / f"{question}.py"
-    if not path.is_file():
+    # What is no word may be a path that leads elsewhere.
+    if not (re.fullmatch(r"\w+", question) and path.is_file()):
         return question.capitalize()
     text = ast.get_docstring(ast.parse(path.read_text())) or question.capitalize()
     line = text.partition("\n")[0]
@@ -377,32 +421,42 @@ def read(repo: Path, directories: Sequence[Path], processes: int = PROCESSES) ->
     Raises
     ------
     ReportError
-        If there are no results, or some that asv cannot read.
+        If there are no results.
     """
+    notes: list[str] = []
     benchmarks: dict[str, Any] = {}
     loaded: list[tuple[Any, dict[str, Any]]] = []
     for directory in directories:
-        own, of_directory = load(directory)
+        own, of_directory = load(directory, notes)
         # Where directories differ in what a benchmark means, the first one has the word.
         benchmarks = own | benchmarks
         loaded += of_directory
     found = [Found(one, benchmarks, machine) for one, machine in loaded]
-    # What was measured last counts.
+    # Facts of a machine in the order in which they became true.
     found.sort(key=lambda f: max((v or 0 for v in f.results.started_at.values()), default=0))
     machines = make_machines(found)
-    measured = {
-        Key(machines[f.state].key, f.results.commit_hash, question, metric, case): number
+    numbers = [
+        (
+            f.results.started_at.get(_key(question, owner, metric)) or 0,
+            Key(machines[f.state].key, f.results.commit_hash, question, metric, case),
+            number,
+        )
         for f in found
-        for question, _, metric, case, number in values(f)
-    }
+        for question, owner, metric, case, number in values(f)
+    ]
+    # What was measured last counts: the benchmark, for its file may have others that are newer.
+    measured = {key: number for _, key, number in sorted(numbers, key=lambda n: n[0])}
     if not measured:
         raise ReportError("asv's files hold no results of the present benchmarks: run `make bench`")
-    commits, notes = make_commits(repo, found)
+    commits, of_commits = make_commits(repo, found)
+    notes += of_commits
     commits = [commit for commit in commits if any(key.sha == commit.sha for key in measured)]
     if number := outdated(found):
         notes.append(
             f"{wording.counted(number, 'result')} left out: the benchmarks mean something else by now."
         )
+    if number := foreign(found):
+        notes.append(f"{wording.counted(number, 'result')} left out: not one number for each case.")
     return Results(
         list(machines.values()),
         commits,
@@ -430,9 +484,9 @@ def _sample_notes(measured: dict[Key, Measured], processes: int) -> list[str]:
     return notes
 
 
-def _around(tab: Any, part: str, room: int = 16) -> dict[str, float]:
+def _around(element: Any, room: int = 16) -> dict[str, float]:
     """The place of a question on the page, with room around it."""
-    box = tab.locator(f"#{part}").bounding_box()
+    box = element.bounding_box()
     return {
         "x": max(box["x"] - room, 0),
         "y": box["y"] + room,
@@ -448,7 +502,7 @@ def screenshot(page: Path, picture: Path, part: str) -> None:
     ----------
     page, picture : Path
     part : str
-        Name of a question; nothing for the beginning of the page.
+        The id of a question; nothing for the beginning of the page.
     """
     import shutil
 
@@ -464,12 +518,13 @@ def screenshot(page: Path, picture: Path, part: str) -> None:
         )
         tab = browser.new_page(viewport={"width": 1200, "height": 900})
         tab.goto(page.resolve().as_uri())
+        found = tab.evaluate_handle("id => document.getElementById(id)", part).as_element()
         if not part:
             tab.screenshot(path=str(picture))
-        elif tab.query_selector(f"#{part}") is None:
+        elif found is None:
             raise ReportError(f"the page has no question {part!r}")
         else:
-            tab.screenshot(path=str(picture), full_page=True, clip=_around(tab, part))
+            tab.screenshot(path=str(picture), full_page=True, clip=_around(found))
         browser.close()
 
 
@@ -502,6 +557,33 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def write(out: Path, text: str) -> None:
+    """Put a page where the one before it was, at once: nobody finds a part of it.
+
+    Raises
+    ------
+    ReportError
+        If it cannot be written there.
+    """
+    # The name of a file may have bytes that are no text.
+    data = text.encode("utf-8", "replace")
+    out = out.resolve()
+    part = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not out.is_file():
+            # A pipe, say, stays what it is; a directory is refused here.
+            out.write_bytes(data)
+            return
+        try:
+            part.write_bytes(data)
+            part.replace(out)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise ReportError(f"the page cannot be written to {out}: {error.strerror}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; return the exit status."""
     args = parse_args(argv)
@@ -509,10 +591,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = args.out or repo / ".asv" / "report.html"
     try:
         results = read(repo, results_dirs(repo, args.results), args.processes)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render(results), encoding="utf-8")
+        write(out, render(results))
         if args.screenshot:
-            screenshot(out, args.screenshot, args.part)
+            part = anchors(results.questions).get(args.part, args.part)
+            screenshot(out, args.screenshot, part)
     except ReportError as error:
         print(f"report: error: {error}", file=sys.stderr)
         return 1

@@ -17,6 +17,8 @@
 #
 # A token never stands on a command line, where every user of the machine could read it.
 set -euo pipefail
+# With it, cd prints where it went, or goes elsewhere.
+unset CDPATH
 
 user=gpu-runner
 etc=/etc/gpu-runner             # root's: settings, the token until it is used
@@ -218,19 +220,22 @@ write_settings() {
 take_token() {
   if [[ -n $token_helper ]]; then
     run install -D -o root -g root -m 700 "$token_helper" "$etc/token-helper"
+    run rm -f "$etc/token"
   elif [[ -n $token_file ]]; then
     if ((dry)); then
       printf '+ put what %s has into %s/token (mode 600)\n' "$token_file" "$etc"
-      return
-    fi
-    local token
-    if [[ $token_file == - ]]; then
-      IFS= read -r token || [[ -n $token ]] || fail 'standard input is empty'
     else
-      token=$(<"$token_file")
+      local token
+      if [[ $token_file == - ]]; then
+        IFS= read -r token || [[ -n $token ]] || fail 'standard input is empty'
+      else
+        token=$(<"$token_file")
+      fi
+      [[ $token =~ ^[A-Za-z0-9_-]{16,256}$ ]] || fail 'that is no token'
+      put 600 "$etc/token" <<<"$token"
     fi
-    [[ $token =~ ^[A-Za-z0-9_-]{16,256}$ ]] || fail 'that is no token'
-    put 600 "$etc/token" <<<"$token"
+    # Before a job a helper is asked first.
+    run rm -f "$etc/token-helper"
   fi
 }
 

@@ -152,6 +152,23 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def end_on_signals() -> None:
+    """Have what ends a program raise `SystemExit` in it, so that it leaves nothing behind.
+
+    Whoever has it ignore a hang-up, as ``nohup`` does, means it.
+    """
+    ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+
+    def end(number: int, _: object) -> None:
+        # Another one would cut short what is done at the end.
+        for other in ending:
+            signal.signal(other, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in ending:
+        signal.signal(number, end)
+
+
 def answer(make_handler: Callable[[], Callable[[Mapping[str, Any]], dict[str, Any]]]) -> None:
     """Make a handler, say that it is ready, and answer with it until the input ends."""
     end_with_parent()

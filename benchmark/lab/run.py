@@ -22,7 +22,7 @@ from lab.arguments import positive_int
 from lab.cases import CASES, PROCESSES
 from lab.formats import significant
 from lab.metrics import summarise
-from lab.remote import environment
+from lab.remote import end_on_signals, environment
 
 # Seconds without any event after which a worker is killed. It notices a stall itself, far earlier.
 SILENCE_S = 300.0
@@ -164,7 +164,8 @@ def _run_worker(
         with log.open("w") as sink:
             worker = subprocess.Popen(
                 [python, "-m", "lab.worker", *names, "--out", str(out), *options],
-                env=env,
+                # A worker that is killed cannot remove what it has for a time.
+                env=env | {"TMPDIR": scratch},
                 cwd=scratch,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
@@ -276,6 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("lab.run: interrupted", file=sys.stderr)
+        return 130
     if args.json:
         print(json.dumps(results, indent=2))
     else:
@@ -284,4 +288,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

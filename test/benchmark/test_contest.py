@@ -9,8 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -368,9 +369,18 @@ def test_the_time_that_there_is_may_be_any(
         assert len(found.pairs) == pairs and told[-1] == (pairs, pairs)
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder that sockets may be in, whose paths have 107 letters at most."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_nothing_is_left_of_a_gate_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+def test_nothing_is_left_of_a_gate_that_is_ended(
+    tmp_path: Path, short_folder: Path, number: signal.Signals
+) -> None:
     """Not even of a head that hangs."""
     package = tmp_path / "hanging" / "sglang"
     package.mkdir(parents=True)
@@ -379,12 +389,10 @@ def test_nothing_is_left_of_a_gate_that_is_ended(tmp_path: Path, number: signal.
         f"pathlib.Path({str(tmp_path / 'process')!r}).write_text(str(os.getpid()))\n"
         "time.sleep(600)\n"
     )
-    folder = tmp_path / "temporary"
-    folder.mkdir()
     command = [sys.executable, str(REPO_ROOT / "scripts" / "bench_gate.py")]
     gate = subprocess.Popen(
         [*command, str(package.parent), PACKAGE, "--cases", "decode/tiny-b8"],
-        env=os.environ | {"TMPDIR": str(folder)},
+        env=os.environ | {"TMPDIR": str(short_folder)},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -397,7 +405,7 @@ def test_nothing_is_left_of_a_gate_that_is_ended(tmp_path: Path, number: signal.
     assert "Traceback" not in said
     until(lambda: has_ended(worker))
     if number != signal.SIGKILL:
-        assert list(folder.iterdir()) == []
+        assert list(short_folder.iterdir()) == []
 
 
 def has_ended(process: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -208,8 +209,8 @@ def test_another_driver_is_a_series_of_its_own(repo: Path, shas: list[str], tmp_
         line = found.line(machine, "decode", "us_per_token_ratio", "real-b1")
         measured = [commit.sha for commit, reading in line if reading.status == "number"]
         assert measured == [shas[i] for i in numbers]
-    across = changes.changes(found, changes.steps(found)[1])
-    assert {change.verdict for change in across} == {changes.NOT_COMPARABLE}
+    assert changes.steps(found)[1].pairs == {}
+    assert changes.changes(found, changes.steps(found)[1]) == []
     within = changes.changes(found, changes.steps(found)[2])
     assert {c.machine.key for c in within if c.verdict == changes.SAME} == {after.key}
     text = page.render(found)
@@ -247,6 +248,189 @@ def test_two_directories_make_one_page(repo: Path, shas: list[str], tmp_path: Pa
     there = made.write_results(tmp_path / "there", shas, machines=(GPU,))
     found = report.read(repo, [here, there])
     assert [machine.name for machine in found.machines] == [CPU, GPU]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_directories_the_benchmark_that_was_measured_last_counts(
+    repo: Path, shas: list[str], tmp_path: Path, order: int
+) -> None:
+    """And not the file: that may have a newer number of another benchmark."""
+    blocking, sent = (
+        f"transfers.Transfers.track_{m}" for m in ("blocking_per_step", "bytes_per_step")
+    )
+
+    def write(name: str, value: float, **when: int) -> Path:
+        directory = made.write_results(tmp_path / name, shas, machines=(CPU,))
+
+        def change(document: dict[str, Any]) -> None:
+            columns = document["result_columns"]
+            for key, of_metric in ((blocking, "blocking"), (sent, "sent")):
+                row = document["results"][key]
+                row[columns.index("result")] = [value, value]
+                row[columns.index("started_at")] = when[of_metric]
+            for key, row in document["results"].items():
+                if key not in (blocking, sent):
+                    row[columns.index("started_at")] = 0
+
+        edit(directory, f"{shas[1][:8]}-*.json", change)
+        return directory
+
+    here = write("here", 11.0, blocking=3_000, sent=4_000)
+    there = write("there", 22.0, blocking=2_000, sent=9_000)
+    found = report.read(repo, [here, there][::order])
+    values = {
+        metric: found.measured[Key(CPU, shas[1], "transfers", metric, "decode-b8-penalties")].value
+        for metric in ("blocking_per_step", "bytes_per_step")
+    }
+    assert values == {"blocking_per_step": 11.0, "bytes_per_step": 22.0}
+
+
+BLOCKING = "transfers.Transfers.track_blocking_per_step"
+
+
+def set_column(document: dict[str, Any], column: str, value: Any) -> None:
+    document["results"][BLOCKING][document["result_columns"].index(column)] = value
+
+
+# What is done to a file of results, and what is said of it.
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "truncated": (lambda d: json.dumps(d)[: len(json.dumps(d)) // 2], "no JSON"),
+    "null": (lambda d: "null", "None"),
+    "not UTF-8": (lambda d: b"\xff\xfe", "UTF-8"),
+    "another version": (lambda d: d.update(version=99), "version is 99"),
+    "no hash": (lambda d: d.update(commit_hash=None), "commit_hash is None"),
+    "odd date": (lambda d: d.update(date="yesterday"), "date is 'yesterday'"),
+    "late date": (lambda d: d.update(date=10**18), "date is"),
+    "text as a value": (lambda d: set_column(d, "result", ["abc", 1.0]), f"{BLOCKING}].result"),
+    "infinite": (lambda d: set_column(d, "result", [math.inf, 1.0]), f"{BLOCKING}].result"),
+    "huge": (lambda d: set_column(d, "result", [10**400, 1.0]), f"{BLOCKING}].result"),
+    "no values": (lambda d: set_column(d, "result", []), f"{BLOCKING}].result"),
+    "numbers as parameters": (lambda d: set_column(d, "params", [[1, 2]]), f"{BLOCKING}].params"),
+    "started at a text": (lambda d: set_column(d, "started_at", "x"), f"{BLOCKING}].started_at"),
+    "another machine": (lambda d: d["params"].update(machine="x"), "params[machine] is 'x'"),
+    "a name with tags": (
+        lambda d: d["results"].update({'x"><script>a.B.track_c': [[1.0], [["'a'"]], "1"]}),
+        "<script>a.B.track_c",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_file_that_is_not_of_the_form_is_left_out_and_said(
+    repo: Path, shas: list[str], tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.write_results(tmp_path, shas, machines=(CPU,))
+    change, said = BROKEN[how]
+    (path,) = (tmp_path / CPU).glob(f"{shas[1][:8]}-*.json")
+    document = json.loads(path.read_text())
+    broken = change(document)
+    if isinstance(broken, bytes):
+        path.write_bytes(broken)
+    else:
+        path.write_text(broken if isinstance(broken, str) else json.dumps(document))
+    found = report.read(repo, [tmp_path])
+    assert [commit.sha for commit in found.commits] == [shas[0], *shas[2:]]
+    (note,) = found.notes
+    assert note.startswith("Left out: ")
+    assert path.name in note and said in note
+    assert f"report: {note}\n" in capsys.readouterr().err
+    # The rest stands.
+    change = step(found, 0)[CPU, "transfers", "blocking_per_step", "decode-b8-penalties"]
+    assert (change.before.value, change.after.value) == (2.0, 1.0)
+    text = page.render(found)
+    assert '<p class="note">Left out: ' in text
+    assert "<script" not in text
+
+
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", '{"version": 5}', '{"version": 1, "machine": 3}']
+)
+def test_results_of_a_machine_that_nothing_describes_are_left_out(
+    repo: Path, shas: list[str], tmp_path: Path, text: str | None
+) -> None:
+    made.write_results(tmp_path, shas)
+    path = tmp_path / CPU / "machine.json"
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+    found = report.read(repo, [tmp_path])
+    assert [machine.name for machine in found.machines] == [GPU]
+    (note,) = found.notes
+    assert note.startswith(f"Left out, with 4 files beside it: {CPU}/machine.json")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: d.update(version=99), lambda d: d[BLOCKING].update(unit=None)]
+)
+def test_benchmarks_that_cannot_be_read_are_taken_from_the_other_directory(
+    repo: Path,
+    shas: list[str],
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    here = made.write_results(tmp_path / "here", shas, machines=(CPU,))
+    there = made.write_results(tmp_path / "there", shas, machines=(GPU,))
+    document = json.loads((here / "benchmarks.json").read_text())
+    change(document)
+    (here / "benchmarks.json").write_text(json.dumps(document))
+    found = report.read(repo, [here, there])
+    assert [machine.name for machine in found.machines] == [CPU, GPU]
+    (note,) = found.notes
+    assert note.startswith("Left out: here/benchmarks.json: ")
+    # Alone they mean nothing.
+    assert report.main(["--repo", str(repo), "--results", str(here)]) == 1
+    said = capsys.readouterr().err
+    assert "here/benchmarks.json: " in said
+    assert "no results of the present benchmarks" in said
+
+
+def test_benchmarks_of_other_suites_are_left_out_and_counted(
+    repo: Path, shas: list[str], tmp_path: Path
+) -> None:
+    made.write_results(tmp_path, shas, machines=(CPU,))
+    others: dict[str, list[list[str]]] = {
+        "alone.track_it": [["'a'"]],
+        "decode.Decode.time_it": [["'real-b1'"]],
+        "decode.Decode.track_none": [],
+        "decode.Decode.track_both": [["'a'"], ["'b'"]],
+        "deep.er.Class.track_it": [["'a'"]],
+    }
+    described = json.loads((tmp_path / "benchmarks.json").read_text())
+    for name, params in others.items():
+        names = [str(i) for i in range(len(params))]
+        described[name] = {"name": name, "params": params, "param_names": names, "version": "1"}
+    (tmp_path / "benchmarks.json").write_text(json.dumps(described))
+    rows = {name: [[7], params, "1"] for name, params in others.items()}
+    edit(tmp_path, f"{shas[1][:8]}-*.json", lambda d: d["results"].update(rows))
+    found = report.read(repo, [tmp_path])
+    assert found.notes == ["4 results left out: not one number for each case."]
+    # Whose unit nobody knows.
+    assert found.questions["deep.er"].units == {"it": ""}
+    text = page.render(found)
+    number = found.reading(Key(CPU, shas[1], "deep.er", "it", "a"))
+    assert number.value == 7.0
+    assert "deep.er, a: it along the commits" in text
+
+
+def test_odd_values_of_the_right_form_make_a_page(
+    repo: Path, shas: list[str], tmp_path: Path
+) -> None:
+    made.write_results(tmp_path, shas, machines=(CPU,))
+    edit(tmp_path, "*-env.json", lambda d: set_column(d, "result", [10**299, 10**25]))
+    edit(tmp_path, "*-env.json", lambda d: d["params"].update(ram="²"))
+    found = report.read(repo, [tmp_path])
+    assert found.machines[0].facts["memory"] == "²"
+    text = page.render(found)
+    assert "1e+299" in text and "1e+25" in text
+    assert "Too large to be drawn: before the fixes, #21840 merge_batch, " in text
+
+
+def test_what_is_no_name_of_a_question_opens_no_file(repo: Path) -> None:
+    (repo / "benchmark" / "elsewhere.py").write_text('"""Not to be read?"""\n')
+    assert report._heading(repo, "../elsewhere") == "../elsewhere"
+    assert report._heading(repo, "decode") == "How fast, really? (#28500)"
 
 
 def test_the_default_results_are_the_first_that_exist(
@@ -298,6 +482,54 @@ def test_failed_and_skipped_are_told_apart(results: Results, shas: list[str]) ->
     assert other.reading(place).status == "failed"
     other.measured[place] = Measured(math.nan)
     assert other.reading(place).status == "n/a"
+
+
+def test_a_commit_of_another_history_is_no_side_of_a_step(
+    repo: Path, shas: list[str], tmp_path: Path
+) -> None:
+    """One of a date between the fixes, which has what the second does already, and a late one."""
+    between, late = "e" * 40, "f" * 40
+    made.write_results(tmp_path, [*shas[:2], between, *shas[2:], late], machines=(CPU,))
+    found = report.read(repo, [tmp_path])
+    assert [commit.sha for commit in found.commits] == [*shas[:2], between, *shas[2:], late]
+    pairs = [(p.before.sha, p.after.sha) for s in changes.steps(found) for p in s.pairs.values()]
+    assert pairs == [(shas[i], shas[i + 1]) for i in range(3)]
+    change = step(found, 1)[CPU, "transfers", "blocking_per_step", "decode-b8-penalties"]
+    assert (change.before.value, change.after.value, change.ratio) == (2.0, 1.0, 0.5)
+    said = texts.sentence(found, found.machines[0], "decode", "us_per_token_ratio", "real-b1")
+    assert f"from before the fixes to {shas[3][:8]}" in said
+
+
+def test_each_machine_has_a_commit_before_of_its_own(
+    repo: Path, shas: list[str], tmp_path: Path
+) -> None:
+    """The first fix and what came after the second were measured on the GPU alone."""
+    here = made.write_results(tmp_path / "here", [shas[0], shas[0], shas[2]], machines=(CPU,))
+    there = made.write_results(tmp_path / "there", shas, machines=(GPU,))
+    found = report.read(repo, [here, there])
+    pairs = [
+        {key: (p.before.sha, p.after.sha) for key, p in s.pairs.items()}
+        for s in changes.steps(found)
+    ]
+    assert pairs == [
+        {GPU: (shas[0], shas[1])},
+        {CPU: (shas[0], shas[2]), GPU: (shas[1], shas[2])},
+        {GPU: (shas[2], shas[3])},
+    ]
+    for machine in (CPU, GPU):
+        change = step(found, 1)[machine, "transfers", "blocking_per_step", "decode-b8-penalties"]
+        assert (change.before.value, change.after.value, change.ratio) == (2.0, 1.0, 0.5)
+    assert not any(c.verdict == changes.NOT_COMPARABLE for c in step(found, 1).values())
+    text = page.render(found)
+    before, first, second = (f"<code>{sha[:8]}</code>" for sha in shas[:3])
+    assert (
+        f"CPU, 2 cores: Before: {before} before the fixes. After: {second} #28500 penalties&#39; copy. "
+        f"Without a number there, but within the difference: {first} #21840 merge_batch.</p>"
+        in text
+    )
+    assert f"<p>Fake GPU (test): Before: {first} #21840 merge_batch. After: {second} " in text
+    assert text.count("within the difference") == 1
+    assert text.count("compared with “before the fixes”, ") == 1
 
 
 def step(results: Results, number: int) -> dict[tuple[str, str, str, str], changes.Change]:
@@ -364,7 +596,8 @@ def test_equal_commits_are_hardly_ever_called_different(repo: Path, tmp_path: Pa
         )
         found = report.read(repo, [same])
         for before, after in zip(found.commits, found.commits[1:], strict=False):
-            judged = changes.changes(found, changes.Step("", before, after))
+            pairs = {machine.key: changes.Pair(before, after) for machine in found.machines}
+            judged = changes.changes(found, changes.Step("", pairs))
             wrong += any(c.verdict in (changes.BETTER, changes.WORSE) for c in judged)
             assert sum(c.verdict.startswith("perhaps") for c in judged) < 0.2 * len(judged)
     assert wrong <= 2
@@ -590,6 +823,56 @@ def test_the_command_line(
     assert out.read_text(encoding="utf-8").lstrip().startswith("<!doctype html>")
     assert report.main(["--repo", str(tmp_path)]) == 1
     assert "make bench" in capsys.readouterr().err
+
+
+def test_a_page_is_written_at_once_or_not_at_all(
+    repo: Path,
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "page.html"
+    out.write_text("the page before")
+    write_bytes, write_text = Path.write_bytes, Path.write_text
+
+    def full(path: Path, data: bytes) -> int:
+        write_bytes(path, data[:1000])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_text", lambda path, text, **_: full(path, text.encode()))
+    arguments = ["--repo", str(repo), "--results", str(directory), "--out"]
+    assert report.main([*arguments, str(out)]) == 1
+    assert "the page cannot be written to" in (said := capsys.readouterr().err)
+    assert os.strerror(errno.ENOSPC) in said
+    assert out.read_text() == "the page before"
+    assert list(tmp_path.iterdir()) == [out]
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    monkeypatch.setattr(Path, "write_text", write_text)
+    assert report.main([*arguments, str(out)]) == 0
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_where_no_page_can_be_is_said(
+    repo: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "page.html"):
+        arguments = ["--repo", str(repo), "--results", str(directory), "--out", str(out)]
+        assert report.main(arguments) == 1
+        assert f"report: error: the page cannot be written to {out}: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        report.write(pipe, "the page")
+        assert reader.communicate(timeout=30)[0] == b"the page"
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "1.5", "many"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from lab.report import changes, page, texts
+from lab.report import changes, page, plots, texts, wording
 from lab.report.data import Commit, Key, Machine, Measured, Question, Results
 
 MACHINE = Machine("made-up", "CPU")
@@ -127,3 +129,214 @@ def test_the_page_says_which_numbers_are_exact() -> None:
     )
     exact = make("stalls", gone=(1.0, 0.0))
     assert "Exact: the same in every run" in page.render(exact)
+
+
+# --- Which commits are held against each other ------------------------------------------------
+
+
+def commit(name: str, fix: int | None = None, known: bool = True) -> Commit:
+    return Commit(name * 40, f"what {name} is", (name,), fix, known=known)
+
+
+OTHER = Machine("other", "GPU", is_gpu=True)
+BASE, FIRST, MIDDLE, LAST, NEW = (
+    commit("0"),
+    commit("1", 1),
+    commit("2"),
+    commit("3", 3),
+    commit("4"),
+)
+
+
+def measure(commits: list[Commit], **by_machine: dict[Commit, float | None]) -> Results:
+    """A count on these commits, as each machine has it."""
+    machines = {MACHINE.key: MACHINE, OTHER.key: OTHER}
+    return Results(
+        [machines[key.replace("_", "-")] for key in by_machine],
+        commits,
+        {"decode": Question("decode", "?", {"case": True}, {"count": "stalls"})},
+        {
+            Key(key.replace("_", "-"), commit.sha, "decode", "count", "case"): Measured(value)
+            for key, values in by_machine.items()
+            for commit, value in values.items()
+        },
+        processes=3,
+    )
+
+
+def test_each_machine_has_its_own_two_commits() -> None:
+    results = measure(
+        [BASE, FIRST, MIDDLE, LAST, NEW],
+        made_up={BASE: 8.0, FIRST: 6.0, LAST: 3.0},
+        other={BASE: 8.0, MIDDLE: 5.0, LAST: 2.0, NEW: 4.0},
+    )
+    first, last, since = changes.steps(results)
+    assert (first.title, last.title) == ("Fix what 1 is", "Fix what 3 is")
+    assert first.pairs == {MACHINE.key: changes.Pair(BASE, FIRST)}
+    assert last.pairs == {
+        MACHINE.key: changes.Pair(FIRST, LAST, (MIDDLE,)),
+        OTHER.key: changes.Pair(MIDDLE, LAST),
+    }
+    assert since.pairs == {OTHER.key: changes.Pair(LAST, NEW)}
+    ratios = {c.machine.key: c.ratio for c in changes.changes(results, last)}
+    assert ratios == {MACHINE.key: 3 / 6, OTHER.key: 2 / 5}
+    assert [c.ratio for c in changes.changes(results, since)] == [4 / 2]
+
+
+def test_a_commit_on_which_all_failed_is_no_commit_before() -> None:
+    results = measure([BASE, MIDDLE, LAST], made_up={BASE: 8.0, MIDDLE: None, LAST: 2.0})
+    (last,) = changes.steps(results)
+    assert last.pairs == {MACHINE.key: changes.Pair(BASE, LAST, (MIDDLE,))}
+    results = measure([BASE, MIDDLE, LAST], made_up={BASE: 8.0, MIDDLE: math.nan, LAST: 2.0})
+    assert [c.ratio for c in changes.changes(results, changes.steps(results)[0])] == [2 / 8]
+
+
+def test_without_the_last_fix_nothing_is_since_it() -> None:
+    results = measure([BASE, FIRST, LAST, NEW], made_up={FIRST: 6.0, NEW: 2.0}, other={LAST: 1.0})
+    assert [(s.title, s.pairs) for s in changes.steps(results)] == [
+        ("Fix what 1 is", {}),
+        ("Fix what 3 is", {}),
+    ]
+    assert page.render(results).count("No number on both sides.") == 2 * 2
+
+
+def test_strangers_are_on_no_side() -> None:
+    early, between, late = (commit(name, known=False) for name in "abc")
+    results = measure(
+        [early, BASE, between, LAST, NEW, late],
+        made_up={early: 9.0, BASE: 8.0, between: 7.0, LAST: 4.0, NEW: 2.0, late: 1.0},
+    )
+    assert [s.pairs[MACHINE.key] for s in changes.steps(results)] == [
+        changes.Pair(BASE, LAST),
+        changes.Pair(LAST, NEW),
+    ]
+    said = texts.sentence(results, MACHINE, "decode", "count", "case")
+    assert "8 → 2 stalls from what 0 is to what 4 is, 0.25 times" in said
+    # Plots are multiples of the same number.
+    line = page._line(results, MACHINE, 0, "decode", "count", "case", relative=True)
+    assert line is not None
+    assert [mark.y for mark in line.marks] == [9 / 8, 1, 7 / 8, 4 / 8, 2 / 8, 1 / 8]
+
+
+def test_strangers_alone_are_held_against_each_other() -> None:
+    results = measure(
+        [commit("a", known=False), commit("b", known=False)],
+        made_up={commit("a", known=False): 4.0, commit("b", known=False): 1.0},
+    )
+    assert changes.steps(results) == []
+    assert "4 → 1 stalls" in texts.sentence(results, MACHINE, "decode", "count", "case")
+
+
+# --- Numbers and names that no suite has ------------------------------------------------------
+
+WIDE = (1e-300,) * 3 + (1.0,) * 3 + (1e300,) * 3
+FAR = tuple(1e300 * x for x in VARYING)
+
+
+@pytest.mark.parametrize("unit", ["us/token", "bytes", ""])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (0.0, 0.0),
+        (0.0, 5.0),
+        (5.0, 0.0),
+        (1e300, 1e-300),
+        (1e-300, 1e300),
+        (1e-320, 1e-320),
+        (-5.0, -5.0),
+        (-1e300, 3.0),
+        (WIDE, VARYING),
+        (FAR, VARYING),
+        ((0.0,) * 9, WIDE),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_any_size_make_a_page(unit: str, before: Number, after: Number) -> None:
+    results = make(unit, case=(before, after), other=(VARYING, VARYING))
+    results.questions["overlap"].units["us_per_token"] = unit
+    for key, number in list(results.measured.items()):
+        results.measured[Key(key.machine, key.sha, key.question, "us_per_token", key.case)] = number
+    text = page.render(results)
+    assert "nan" not in text.lower()
+    assert "± inf" not in text
+    assert max(map(len, re.findall(r"[\d,.]+", text))) < 25
+    # The drawing has numbers too.
+    assert not re.search(r'="[^"]*\b(inf|nan)\b', text)
+
+
+def test_what_a_plot_has_no_room_for_is_said() -> None:
+    results = make("us", case=(2e31, 3.0), other=(VARYING, VARYING))
+    results.questions["overlap"].units["us"] = "us"
+    line = page._line(results, MACHINE, 0, "overlap", "count", "case", relative=False)
+    assert line is not None
+    assert [(mark.x, mark.y) for mark in line.marks] == [(1, 3.0)]
+    text = page.render(make("bytes", case=(2e31, 3.0)))
+    assert "Too large to be drawn: before." in text
+    assert "2e+31" in text
+    assert "Too large" not in page.render(make("bytes", case=(2e12, 3.0)))
+
+
+def test_no_tokens_a_second_without_a_time() -> None:
+    results = make("anchors", case=(0.0, 4.0))
+    question = results.questions["overlap"]
+    question.units = {"us_per_token_ratio": "anchors", "us_per_token": "us"}
+    for key, number in list(results.measured.items()):
+        for metric in question.units:
+            results.measured[Key(key.machine, key.sha, key.question, metric, key.case)] = number
+    said = texts.sentence(results, MACHINE, "overlap", "us_per_token_ratio", "case")
+    assert said.endswith("(0 → 4 us)")
+    assert "tokens/s" not in said
+
+
+def test_numbers_beyond_counting_have_an_exponent() -> None:
+    assert [wording.number(x) for x in (1e300, -2.5e15, 1e-12, 999e12)] == [
+        *("1e+300", "-2.5e+15", "1e-12", "999,000,000,000,000")
+    ]
+    assert [wording.factor(x) for x in (1e300, 1e-12, 1234.5, 0.004)] == [
+        *("1e+300", "1e-12", "1234.50", "0.0040")
+    ]
+
+
+def test_names_of_questions_cannot_break_out() -> None:
+    names = [
+        'x"><script>alert(1)</script><i a="',
+        "x script alert 1 script i a",
+        "ä",
+        "ö",
+        "decode",
+    ]
+    results = measure([BASE, LAST], made_up={BASE: 8.0, LAST: 2.0})
+    results.questions = {
+        name: Question(name, name, {"case": True}, {"count": "stalls"}) for name in names
+    }
+    results.measured = {
+        Key(key.machine, key.sha, name, "count", "case"): number
+        for key, number in results.measured.items()
+        for name in names
+    }
+    text = page.render(results)
+    assert "<script" not in text
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert all(re.fullmatch(r"[\w-]+", one) for one in ids)
+    anchors = page.anchors(names)
+    assert len(set(anchors.values())) == len(names)
+    assert anchors["decode"] == "decode"
+    for anchor in anchors.values():
+        assert f'<section id="{anchor}">' in text
+        assert f'<a href="#{anchor}">' in text
+
+
+def test_a_name_cannot_break_out_of_a_plot() -> None:
+    line = plots.Line(0, "m", (plots.Mark(0, 1.0), plots.Mark(1, 2.0)))
+    text = plots.svg(plots.Panel('x"><script>\\1', "t", "d", ("a\nb", "c\nd"), (line,)))
+    assert "<script" not in text
+    assert ElementTree.fromstring(text)[0].attrib["id"] == 'x"><script>\\1-title'
+
+
+@pytest.mark.parametrize("subject", ["Cut $x_$ from $y", "${ $} \\frac", "100$ & <b>"])
+def test_dollars_are_no_formula(subject: str) -> None:
+    line = plots.Line(0, "m", (plots.Mark(0, 1.0),))
+    text = plots.svg(plots.Panel("x", "t", "d", (f"01234567\n{subject}",), (line,)))
+    said = [node.text for node in ElementTree.fromstring(text).iter() if node.text]
+    assert subject in said

@@ -5,6 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +286,55 @@ def test_an_engine_without_the_seams_is_unsupported(
     assert last["outcome"] == "unsupported"
     with pytest.raises(NotImplementedError, match="observer"):
         history.require({"tiny-b8": last}, "tiny-b8")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_whoever_ends_it_is_left_no_traceback_folder_or_worker(
+    tmp_path: Path, number: int, status: int
+) -> None:
+    package, scratch = tmp_path / "package", tmp_path / "scratch"
+    (package / "sglang").mkdir(parents=True)
+    (package / "sglang" / "__init__.py").touch()
+    scratch.mkdir()
+    told = tmp_path / "pid"
+    # A worker that has something for a time, and does not come to an end.
+    patched(
+        package,
+        "import tempfile, time\n"
+        "open(tempfile.mkdtemp(prefix='lab-') + '/file', 'w').close()\n"
+        f"open({str(told)!r} + '.new', 'w').write(str(os.getpid()))\n"
+        f"os.rename({str(told)!r} + '.new', {str(told)!r})\n"
+        "time.sleep(60)\n",
+    )
+
+    def as_usual() -> None:
+        # A shell that starts it in the background, or nohup, would have it ignore some.
+        for ending in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(ending, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        [sys.executable, "-m", "lab.run", "decode/tiny-b8", "--package", str(package)],
+        cwd=REPO_ROOT / "benchmark",
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=as_usual,
+    ) as us:
+        try:
+            limit = time.monotonic() + 60
+            while not told.is_file():
+                assert us.poll() is None and time.monotonic() < limit
+                time.sleep(0.02)
+            us.send_signal(number)
+            said, _ = us.communicate(timeout=30)
+        finally:
+            us.kill()
+    assert us.returncode == status and "Traceback" not in said
+    assert list(scratch.iterdir()) == []
+    assert not psutil.pid_exists(int(told.read_text()))
 
 
 def test_unknown_cases_are_named() -> None:

@@ -14,7 +14,8 @@ import torch
 from asv.machine import Machine
 
 import asv_machine
-from asv_machine import FIELDS, NONE, describe, gpu_fields, main, make_known, save
+from asv_machine import FIELDS, NONE, describe, gpu_fields, known_as, main, make_known, save
+from lab import devices
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither tool nor kernel tells of a driver."""
     monkeypatch.setattr(asv_machine, "_PROC", tmp_path / "nowhere")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(devices.DEVICE_VARIABLE, raising=False)
 
 
 def put_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -159,6 +161,77 @@ def test_an_entry_from_before_gets_no_parameters_without_a_gpu(
     put_gpus(monkeypatch, "NVIDIA H200")
     make_known("box", path)
     assert known(path)["box"].keys() == old.keys() | set(FIELDS)
+
+
+def test_without_its_gpu_a_machine_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert asv_machine.DEVICE_VARIABLE == devices.DEVICE_VARIABLE
+    path = tmp_path / "machines.json"
+    put_gpus(monkeypatch, "NVIDIA H200")
+    assert make_known("gpu-h200", path) == "gpu-h200"
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "cpu")
+    for name in ("gpu-h200", "gpu-h200-cpu", None):
+        assert known_as(name, path) == make_known(name, path) == "gpu-h200-cpu"
+    without = known(path)["gpu-h200-cpu"]
+    assert [without[key] for key in ("machine", "gpu", "driver", "cuda")] == [
+        "gpu-h200-cpu",
+        *[NONE] * 3,
+    ]
+    # What is known of the machine with its GPU stays, and it is still the only one.
+    monkeypatch.delenv(devices.DEVICE_VARIABLE)
+    assert known(path)["gpu-h200"]["gpu"] == "NVIDIA H200"
+    assert known_as(path=path) == make_known(path=path) == "gpu-h200"
+
+
+def test_a_machine_that_has_no_gpu_keeps_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "machines.json"
+    put_gpus(monkeypatch)
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "cpu")
+    assert make_known("lab-cpu", path) == "lab-cpu"
+    assert known_as(path=path) == make_known(path=path) == "lab-cpu"
+
+
+def test_who_asks_for_a_name_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "machines.json"
+    assert known_as(path=path) == platform.node() and not path.exists()
+    save(describe("gpu-h200"), path)
+    before = path.read_text()
+    assert known_as(path=path) == "gpu-h200"
+    assert known_as("other", path) == "other"
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("ask", [known_as, make_known])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[]", r"is no JSON object, but '\[\]'"),
+        ('{"vm": 5}', "'vm' is '5', not a machine of that name"),
+        ('{"vm": {"machine": "other"}}', "'vm' is .*, not a machine of that name"),
+        ('{"vm": {"machine": "vm", "ram": 8}}', "'ram' of 'vm' is '8', not text"),
+        ('{"version": 2}', "version is '2', not 1"),
+    ],
+)
+def test_a_file_of_machines_that_is_none_is_named(
+    tmp_path: Path, ask: Any, content: str, said: str
+) -> None:
+    path = tmp_path / "machines.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"machines.json.* {said}"):
+        ask("vm", path)
+    assert main(["--name", "vm", "--save", "--file", str(path)]) == 1
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("ask", [known_as, make_known])
+def test_a_name_that_is_none_is_known_to_nobody(tmp_path: Path, ask: Any) -> None:
+    with pytest.raises(ValueError, match="got 'a/b'"):
+        ask("a/b", tmp_path / "machines.json")
+    assert not (tmp_path / "machines.json").exists()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

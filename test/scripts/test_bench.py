@@ -5,12 +5,17 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -99,16 +104,31 @@ def test_what_cannot_be_measured_is_named(repo: Path) -> None:
 # --- Results ----------------------------------------------------------------------------------
 
 
-def write_results(repo: Path, sha: str, results: dict[str, dict[str, float | None]]) -> None:
-    """What asv writes of a commit."""
+def write_results(
+    repo: Path,
+    sha: str,
+    results: dict[str, dict[str, float | None]],
+    *,
+    version: str = "1",
+    env: str = "env",
+    started_at: int = 1,
+) -> Path:
+    """What asv writes of a commit; the file."""
     shutil.copy(REPO_ROOT / "asv.conf.json", repo)
     folder = repo / ".asv" / "results" / MACHINE
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "machine.json").write_text(json.dumps({"machine": MACHINE, "version": 1}))
-    columns = ["result", "params", "version"]
+    benchmarks = folder.parent / "benchmarks.json"
+    known = json.loads(benchmarks.read_text()) if benchmarks.is_file() else {"version": 2}
+    for key, values in results.items():
+        params = [[f"'{case}'" for case in values]]
+        about = {"name": key, "params": params, "param_names": ["case"], "version": "1"}
+        known.setdefault(key, about)
+    benchmarks.write_text(json.dumps(known))
+    columns = ["result", "params", "version", "started_at"]
     document = {
         "commit_hash": sha,
-        "env_name": "env",
+        "env_name": env,
         "date": 0,
         "params": {"machine": MACHINE},
         "python": "3.11",
@@ -116,13 +136,15 @@ def write_results(repo: Path, sha: str, results: dict[str, dict[str, float | Non
         "env_vars": {},
         "result_columns": columns,
         "results": {
-            key: [list(values.values()), [[f"'{case}'" for case in values]], "1"]
+            key: [list(values.values()), [[f"'{case}'" for case in values]], version, started_at]
             for key, values in results.items()
         },
         "durations": {},
         "version": 2,
     }
-    (folder / f"{sha[:8]}-env.json").write_text(json.dumps(document))
+    path = folder / f"{sha[:8]}-{env}.json"
+    path.write_text(json.dumps(document))
+    return path
 
 
 BASE_RESULTS: dict[str, dict[str, float | None]] = {
@@ -153,7 +175,9 @@ def found(repo: Path) -> list[bench.Values]:
     shas = ["a" * 40, "b" * 40]
     for sha, results in zip(shas, (BASE_RESULTS, FIXED_RESULTS), strict=True):
         write_results(repo, sha, results)
-    return [bench.load_results(repo, MACHINE, sha) for sha in shas]
+    loaded = bench.load_results(repo, MACHINE, shas)
+    assert loaded.notes == []
+    return loaded.values
 
 
 def test_results_are_read_as_asv_wrote_them(found: list[bench.Values]) -> None:
@@ -163,7 +187,84 @@ def test_results_are_read_as_asv_wrote_them(found: list[bench.Values]) -> None:
 
 
 def test_a_commit_without_results(repo: Path, found: list[bench.Values]) -> None:
-    assert bench.load_results(repo, MACHINE, "c" * 40) == {}
+    assert bench.load_results(repo, MACHINE, ["c" * 40]).values == [{}]
+
+
+TIME = "decode.Decode.track_us_per_token"
+
+
+def test_what_a_benchmark_no_longer_means_is_left_out(repo: Path) -> None:
+    write_results(repo, "b" * 40, {TIME: {"tiny-b8": 100.0}})
+    write_results(
+        repo, "a" * 40, {TIME: {"tiny-b8": 7777.0}, "gone.Gone.track_x": {"c": 1.0}}, version="0"
+    )
+    loaded = bench.load_results(repo, MACHINE, ["a" * 40, "b" * 40])
+    assert loaded.values == [{}, {("decode.track_us_per_token", "tiny-b8"): 100.0}]
+    (note,) = loaded.notes
+    assert note.startswith("2 results are left out: their benchmarks have changed")
+
+
+@pytest.mark.parametrize("last", ["a-existing", "b-virtualenv"])
+def test_of_several_environments_the_last_one_counts(repo: Path, last: str) -> None:
+    """Whatever their files are called, and benchmark by benchmark."""
+    other = "decode.Decode.track_itl_p50_ms"
+    for env in ("a-existing", "b-virtualenv"):
+        value, when = (200.0, 2) if env == last else (100.0, 1)
+        write_results(repo, "a" * 40, {TIME: {"tiny-b8": value}}, env=env, started_at=when)
+    write_results(repo, "a" * 40, {other: {"tiny-b8": 3.0}}, env="c-more", started_at=0)
+    (values,) = bench.load_results(repo, MACHINE, ["a" * 40]).values
+    assert values["decode.track_us_per_token", "tiny-b8"] == 200.0
+    assert values["decode.track_itl_p50_ms", "tiny-b8"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("null", "no JSON object, but None"),
+        ("{", "no JSON"),
+        ('{"version": 2, "results": null}', "commit_hash is None, not a commit's hash"),
+        (None, "commit_hash is bbbb"),
+    ],
+    ids=["null", "truncated", "no results", "another commit's"],
+)
+def test_a_file_that_is_odd_is_left_out_and_named(
+    repo: Path, content: str | None, said: str
+) -> None:
+    write_results(repo, "a" * 40, {TIME: {"tiny-b8": 100.0}})
+    odd = repo / ".asv" / "results" / MACHINE / "aaaaaaaa-odd.json"
+    if content is None:
+        write_results(repo, "b" * 40, {TIME: {"tiny-b8": 5.0}}).rename(odd)
+    else:
+        odd.write_text(content)
+    loaded = bench.load_results(repo, MACHINE, ["a" * 40])
+    assert loaded.values == [{("decode.track_us_per_token", "tiny-b8"): 100.0}]
+    (note,) = loaded.notes
+    assert note.startswith("left out: ") and "aaaaaaaa-odd.json" in note and said in note
+
+
+def test_benchmarks_of_another_suite_are_left_alone(repo: Path) -> None:
+    path = write_results(repo, "a" * 40, {TIME: {"tiny-b8": 100.0}})
+    document, benchmarks = json.loads(path.read_text()), path.parents[1] / "benchmarks.json"
+    known = json.loads(benchmarks.read_text())
+    foreign: dict[str, list[list[str]]] = {
+        "other.time_none": [],
+        "other.Two.time_two": [["1"], ["2"]],
+    }
+    for key, params in foreign.items():
+        document["results"][key] = [[1.0], params, "1", 1]
+        names = ["n"] * len(params)
+        known[key] = {"name": key, "params": params, "param_names": names, "version": "1"}
+    path.write_text(json.dumps(document))
+    benchmarks.write_text(json.dumps(known))
+    loaded = bench.load_results(repo, MACHINE, ["a" * 40])
+    assert loaded.values == [{("decode.track_us_per_token", "tiny-b8"): 100.0}]
+
+
+def test_without_a_list_of_benchmarks_nothing_is_told(repo: Path) -> None:
+    path = write_results(repo, "a" * 40, {TIME: {"tiny-b8": 100.0}})
+    (path.parents[1] / "benchmarks.json").write_text("[]")
+    with pytest.raises(bench.BenchError, match=r"benchmarks.json is no JSON object.*make bench"):
+        bench.load_results(repo, MACHINE, ["a" * 40])
 
 
 def table_rows(found: list[bench.Values]) -> dict[tuple[str, str, str], list[str]]:
@@ -183,6 +284,33 @@ def test_what_the_table_says(found: list[bench.Values]) -> None:
     assert accepted == ["1.60", "[red]failed[/]"]
     assert rows["memory", "plain", "peak of a step, MB ↓"] == ["[dim]n/a[/]"] * 2
     assert rows["decode", "tiny-b8", "ITL p99, ms ↓"] == ["[dim]not measured[/]"] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "cells"),
+    [
+        ([0.0, 1.0, 2.0], ["0.0", "1.0", "2.0"]),
+        (
+            [None, 2.0, 0.0, 1.0],
+            ["[red]failed[/]", "2.0", "0.0 [dim]0.00×[/]", "1.0 [dim]0.50×[/]"],
+        ),
+    ],
+)
+def test_factors_are_against_the_first_number_or_there_are_none(
+    values: list[float | None], cells: list[str]
+) -> None:
+    key = ("transfers.track_blocking_per_step", "decode-b8")
+    metric = bench.METRICS["transfers"][0]
+    assert (
+        bench._cells([{key: value} for value in values], "transfers", metric, "decode-b8") == cells
+    )
+
+
+def test_a_time_of_0_has_an_infinite_inverse() -> None:
+    key = ("decode.track_us_per_token", "tiny-b8")
+    metric = bench.METRICS["decode"][0]
+    found = [{key: value} for value in (0.0, 100.0)]
+    assert bench._cells(found, "decode", metric, "tiny-b8") == ["inf", "10,000"]
 
 
 def test_the_table_names_the_fixes(found: list[bench.Values]) -> None:
@@ -252,10 +380,175 @@ def test_progress_in_a_log() -> None:
 def test_a_checkout_without_asv_or_results_is_an_error(
     repo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "make_machine_known", lambda name: MACHINE)
+    monkeypatch.setattr(bench, "machine_known_as", lambda name: MACHINE)
     commit(repo, "base")
     assert bench.main(["--repo", str(repo), "--table"]) == 1
     assert "asv.conf.json" in capsys.readouterr().err
     shutil.copy(REPO_ROOT / "asv.conf.json", repo)
     assert bench.main(["--repo", str(repo), "--table"]) == 1
     assert "there are no results yet" in capsys.readouterr().err
+
+
+# --- The call ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The results of HEAD, which asv has measured; no call of it has been made."""
+    (repo / "home").mkdir()
+    monkeypatch.setenv("HOME", str(repo / "home"))
+    monkeypatch.delenv("ASV_MACHINE", raising=False)
+    return write_results(repo, commit(repo, "base"), {TIME: {"tiny-b8": 100.0}})
+
+
+def no_asv(*_: Any) -> Any:
+    raise AssertionError("asv was called")
+
+
+def test_a_table_alone_writes_nothing(
+    repo: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("publish", "run_asv", "make_machine_known", "measuring_alone"):
+        monkeypatch.setattr(bench, name, no_asv)
+    before = sorted(repo.rglob("*"))
+    assert bench.main(["--repo", str(repo), "--table", "--machine", MACHINE]) == 0
+    assert "10,000" in capsys.readouterr().out
+    assert sorted(repo.rglob("*")) == before
+
+
+@pytest.mark.parametrize("options", [["--table"], []])
+def test_a_machine_that_is_none_is_named(
+    repo: Path,
+    measured: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+) -> None:
+    monkeypatch.setattr(bench, "run_asv", no_asv)
+    assert bench.main(["--repo", str(repo), "--machine", "a/b", *options]) == 1
+    assert "bench: error: a machine's name is of letters" in capsys.readouterr().err
+    (repo / "home" / ".asv-machine.json").write_text("[]")
+    assert bench.main(["--repo", str(repo), *options]) == 1
+    assert ".asv-machine.json, asv's file of machines, is no JSON" in capsys.readouterr().err
+
+
+def test_asv_gets_no_results_that_it_would_not_come_to_an_end_with(
+    repo: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither to add to them nor for its site; and they stay."""
+    odd = measured.read_text().replace("100.0", "Infinity")
+    measured.write_text(odd)
+    monkeypatch.setattr(bench, "run_group", no_asv)
+    monkeypatch.setattr(bench, "run_asv", no_asv)
+    named = rf"mend these.*\n  {MACHINE}/{measured.name}: results\[{TIME}\].result is inf, not"
+    with pytest.raises(bench.BenchError, match=f"site is not written: {named}"):
+        bench.publish(repo)
+    assert bench.main(["--repo", str(repo), "--machine", MACHINE]) == 1
+    assert re.search(f"cannot be added to: {named}", capsys.readouterr().err)
+    assert measured.read_text() == odd
+
+
+def test_what_another_folder_of_machines_has_is_looked_at_too(repo: Path, measured: Path) -> None:
+    folder = measured.parents[1]
+    assert bench.odd_files(folder) == []
+    (folder / "other").mkdir()
+    (folder / "other" / "0123-env.json").write_text("{")
+    # asv reads no folder without it.
+    assert bench.odd_files(folder) == []
+    (folder / "other" / "machine.json").write_text('{"machine": "other", "version": "x"}')
+    first, second = bench.odd_files(folder)
+    assert first.startswith("other/0123-env.json is no JSON")
+    assert second.startswith("other/machine.json: version is 'x', not 1")
+
+
+def test_the_table_is_there_where_the_site_cannot_be(
+    repo: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A benchmark may find a number that asv cannot draw."""
+
+    def run_asv(repo: Path, *_: Any) -> int:
+        name = f"{measured.name[:8]}-odd.json"
+        measured.with_name(name).write_text(measured.read_text().replace("100.0", "Infinity"))
+        return 0
+
+    monkeypatch.setattr(bench, "run_asv", run_asv)
+    assert bench.main(["--repo", str(repo), "--machine", MACHINE]) == 1
+    said = capsys.readouterr()
+    assert "10,000" in said.out and "left out: " in said.out
+    assert "the asv site is not written" in said.err
+
+
+def test_two_calls_do_not_measure_at_once(
+    repo: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "run_asv", no_asv)
+    with bench.measuring_alone(repo):
+        assert bench.main(["--repo", str(repo), "--machine", MACHINE]) == 1
+        said = capsys.readouterr().err
+        assert f"another call measures here, process {os.getpid()}, and both" in said
+        # What is there may be looked at meanwhile.
+        assert bench.main(["--repo", str(repo), "--machine", MACHINE, "--table"]) == 0
+    with bench.measuring_alone(repo):
+        pass
+
+
+# In place of asv, a process that starts another one in a group of its own, as asv does.
+ASV = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "60"], preexec_fn=lambda: os.setpgid(0, 0))
+open("pids.new", "w").write(f"{os.getpid()} {child.pid}")
+os.rename("pids.new", "pids")
+time.sleep(60)
+"""
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="no /proc here")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
+def test_whatever_ends_us_ends_asv(repo: Path, measured: Path, number: int, status: int) -> None:
+    (repo / "asv.py").write_text(ASV)
+    scratch = repo / "scratch"
+    scratch.mkdir()
+    told = repo / "pids"
+    with subprocess.Popen(
+        [sys.executable, bench.__file__, "--repo", str(repo), "--machine", MACHINE],
+        env=os.environ | {"TMPDIR": str(scratch)},
+        cwd=REPO_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Under nohup it would be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    ) as us:
+        try:
+            limit = time.monotonic() + 60
+            while not told.is_file():
+                assert us.poll() is None and time.monotonic() < limit, us.communicate()
+                time.sleep(0.02)
+            us.send_signal(number)
+            said, _ = us.communicate(timeout=30)
+        finally:
+            us.kill()
+    assert us.returncode == status and "Traceback" not in said
+    # Nobody can answer the last one, but for what ends asv.
+    assert number == signal.SIGKILL or list(scratch.iterdir()) == []
+    limit = time.monotonic() + 20
+    while any(map(is_alive, told.read_text().split())):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_without_git_there_is_no_traceback(
+    repo: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(repo / "home"))
+    assert bench.main(["--repo", str(repo), "--table"]) == 1
+    assert "bench: error: git cannot be run: No such file" in capsys.readouterr().err

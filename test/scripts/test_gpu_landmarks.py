@@ -302,9 +302,9 @@ def test_a_command_ends_with_what_it_put_into_another_group(tmp_path: Path) -> N
 
 
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_whatever_ends_us_ends_what_we_started(tmp_path: Path, number: int) -> None:
-    """As the program, which answers the first two; nothing answers the third one."""
+    """As the program, which answers all but the last one; nothing answers that."""
     told, started = tmp_path / "pids", tmp_path / "started.py"
     started.write_text(
         "import os, runpy, sys\n"
@@ -320,12 +320,17 @@ def test_whatever_ends_us_ends_what_we_started(tmp_path: Path, number: int) -> N
         "sys.argv = ['gpu_landmarks.py', 'asv', '--device', 'cpu']\n"
         f"runpy.run_path({gpu_landmarks.__file__!r}, run_name='__main__')\n"
     )
+
     # Started in the background by a shell, a process has the first one ignored.
+    def ignore_the_first() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     us = subprocess.Popen(
         [sys.executable, str(started)],
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        preexec_fn=ignore_the_first,
     )
     try:
         wait_for(lambda: told.is_file() or us.poll() is not None, 60)
@@ -337,7 +342,8 @@ def test_whatever_ends_us_ends_what_we_started(tmp_path: Path, number: int) -> N
         us.kill()
         us.wait()
     assert members(us.pid) == []
-    assert status == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(number, -number)
+    answered = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+    assert status == answered.get(number, -number)
 
 
 # --- asv ----------------------------------------------------------------------------------------
@@ -351,12 +357,17 @@ def write_result(folder: Path, name: str, about: Any = (), **results: list[Any])
     document = {
         "commit_hash": "a" * 40,
         "env_name": name,
+        "date": 1,
         "params": {"machine": folder.name, "python": "/somewhere/bin/python", **DRIVER},
         "python": "/somewhere/bin/python",
         "requirements": {},
         "result_columns": COLUMNS,
-        "results": {key: [value, [], "1"] for key, value in results.items()},
+        "results": {
+            f"{key}.track": [value, [[f"'{i}'" for i in range(len(value))]], "1"]
+            for key, value in results.items()
+        },
         "durations": {},
+        "version": 2,
     }
     document |= dict(about)
     (folder / f"aaaaaaaa-{name}.json").write_text(json.dumps(document))
@@ -377,7 +388,7 @@ def measure_again(
 def kept(tmp_path: Path) -> dict[str, Any]:
     (path,) = (tmp_path / "gpu-h200").iterdir()
     results = json.loads(path.read_text())["results"]
-    return {key: columns[0] for key, columns in results.items()}
+    return {key.removesuffix(".track"): columns[0] for key, columns in results.items()}
 
 
 def test_the_interpreter_is_called_by_its_version_not_its_path(tmp_path: Path) -> None:
@@ -402,7 +413,7 @@ def test_the_interpreter_is_called_by_its_version_not_its_path(tmp_path: Path) -
     "about",
     [
         {"params": {"machine": "gpu-h200", "python": "", "driver": "590.10"}},
-        {"result_columns": ["result", "version", "params"]},
+        {"result_columns": ["result", "params", "version", "started_at"]},
         {"requirements": {"torch": "2.14"}},
     ],
     ids=lambda about: next(iter(about)),
@@ -419,6 +430,21 @@ def test_an_asv_that_was_ended_while_it_wrote_leaves_what_was_there(tmp_path: Pa
     fresh.write_text('{"commit_hash": "aaaa')
     assert settle(tmp_path / "fresh", tmp_path, "gpu-h200", "a" * 40) == (0, 0)
     assert kept(tmp_path) == {"decode": [1.0]}
+
+
+@pytest.mark.parametrize("there", ["{", '{"results": null, "version": 2}'])
+def test_a_file_that_is_none_of_asvs_is_put_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str
+) -> None:
+    measure_again(tmp_path, decode=[1.0])
+    (settled,) = (tmp_path / "gpu-h200").iterdir()
+    settled.write_text(there)
+    assert measure_again(tmp_path, mixed=[2.0]) == (1, 0)
+    (aside,) = settled.parent.glob("*.odd")
+    assert aside.read_text() == there and aside.name.startswith(settled.name)
+    assert f"gpu-h200/{settled.name}" in capsys.readouterr().err
+    aside.unlink()
+    assert kept(tmp_path) == {"mixed": [2.0]}
 
 
 def test_values_are_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Callable
@@ -123,6 +124,19 @@ def test_the_plan_is_one_line_for_a_step(repo: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
 
 
+def test_without_git_or_a_repository(
+    repo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--event", "push", "--repo", str(tmp_path / "nowhere")]) == 1
+    assert "gpu_results: error: git says: " in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["plan", "--event", "push", "--repo", str(repo)]) == 1
+    assert "git cannot be run: No such file" in capsys.readouterr().err
+
+
 # --- Afterwards ---------------------------------------------------------------------------------
 
 
@@ -153,7 +167,7 @@ def test_what_is_there_stays_but_for_what_was_measured_anew(incoming: Path, tmp_
     "about",
     [
         {"params": result()["params"] | {"driver": "590.10"}},
-        {"result_columns": ["result", "version", "params"]},
+        {"result_columns": ["result", "params", "version", "started_at"]},
         {"requirements": {"torch": "2.14"}},
     ],
     ids=lambda about: next(iter(about)),
@@ -181,6 +195,10 @@ def change(name: str, **fields: Any) -> Change:
     return write
 
 
+def set_value(value: Any) -> Change:
+    return change(NAME, results={"decode.Decode.track_x": [[value], [["'tiny-b8'"]], "1"]})
+
+
 REFUSED: dict[str, tuple[Change, str]] = {
     "a script": (lambda m: (m / "x.sh").write_text("id"), "no name of a result"),
     "a page": (lambda m: (m.parent / "index.html").write_text(""), "no name of a result"),
@@ -198,14 +216,14 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no machine.json": (lambda m: (m / "machine.json").unlink(), "no machine.json"),
     "no GPU": (change("machine.json", gpu="none"), "has no GPU"),
     "an unknown field": (change("machine.json", note="x"), "other fields"),
-    "a field that is no text": (change("machine.json", ram=[1]), "no text"),
+    "a field that is no text": (change("machine.json", ram=[1]), r"ram is \[1\], not text"),
+    "another version of the form": (change("machine.json", version=5), "version is 5, not 1"),
     "a link": (
         lambda m: (m / f"{'b' * 8}-existing-py3.11.json").symlink_to("/etc/passwd"),
         "a link",
     ),
     "no JSON": (lambda m: (m / NAME).write_text("{"), "no JSON"),
-    "a list": (lambda m: (m / NAME).write_text("[]"), "no fields"),
-    "nested": (lambda m: (m / NAME).write_text('{"a":' + "[" * 9 + "]" * 9 + "}"), "too deep"),
+    "a list": (lambda m: (m / NAME).write_text("[]"), "no JSON object"),
     "bottomless": (lambda m: (m / NAME).write_text("[" * 100_000), "no JSON"),
     "markup": (change(NAME, python="<script>"), "text that no result has"),
     "markup behind a phase": (
@@ -229,8 +247,21 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "another environment's": (change(NAME, env_name="virtualenv-py3.11"), "another environment"),
     "a field too many": (change(NAME, html="x"), "other fields than asv's: html"),
     "another machine's results": (change(NAME, params={"machine": "gpu-l4"}), "another machine"),
-    "no results": (change(NAME, results=[]), "no results"),
-    "an odd benchmark": (change(NAME, results={"a b": []}), "a benchmark called"),
+    "no results": (change(NAME, results=[]), r"results is \[\], not a JSON object"),
+    "an odd benchmark": (change(NAME, results={"a b": []}), "results is 'a b', not a benchmark's"),
+    "a long benchmark": (
+        change(NAME, results={f"a.{'b' * 61}": [[1.0], [], "1"]}),
+        "a benchmark called",
+    ),
+    "infinity": (set_value(math.inf), r"\.result is inf, not a number"),
+    "a number beyond all": (set_value(10**400), r"\.result is 1000.*, not a number"),
+    "a value of text": (set_value("abc"), r"\.result is 'abc', not a number"),
+    "a date of text": (change(NAME, date="yesterday"), "date is 'yesterday', not a time"),
+    "another version of the results": (change(NAME, version=99), "version is 99, not 2"),
+    "parameters of numbers": (
+        change(NAME, results={"decode.Decode.track_x": [[1.0], [[1]], "1"]}),
+        r"\.params is 1, not text",
+    ),
 }
 
 
@@ -242,6 +273,18 @@ def test_what_is_refused(incoming: Path, tmp_path: Path, what: str) -> None:
     with pytest.raises(RefusedError, match=said):
         accept(incoming, results)
     assert not results.exists()
+
+
+@pytest.mark.parametrize("there", ["{", "[]", '{"results": null}'])
+def test_what_is_there_and_is_none_of_asvs_is_left_as_it_is(
+    incoming: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str
+) -> None:
+    target = tmp_path / "results" / "gpu-h200" / NAME
+    target.parent.mkdir(parents=True)
+    target.write_text(there)
+    assert main(["accept", str(incoming), str(tmp_path / "results")]) == 1
+    assert f"there already, and to be mended first: gpu-h200/{NAME}" in capsys.readouterr().err
+    assert [path.read_text() for path in target.parent.iterdir()] == [there]
 
 
 # --- The branch ---------------------------------------------------------------------------------
@@ -278,6 +321,19 @@ def test_results_are_pushed_onto_what_is_there(incoming: Path, remote: Path) -> 
     change("machine.json", driver="590.10")(incoming / "gpu-h200")
     assert keep(incoming, remote).returncode == 0
     assert git(remote, "rev-list", "--count", "benchmark-results") == "2"
+
+
+def test_it_finds_its_folders_whatever_cd_makes_of_them(incoming: Path, remote: Path) -> None:
+    script = Path(gpu_results.__file__).with_name("keep_gpu_results.sh")
+    done = subprocess.run(
+        ["bash", f"{script.parent.name}/{script.name}", str(incoming), str(remote), "branch"],
+        cwd=script.parents[1],
+        env=os.environ | {"CDPATH": str(script.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_refused_is_not_pushed(incoming: Path, remote: Path) -> None:

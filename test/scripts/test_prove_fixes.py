@@ -195,6 +195,16 @@ def test_a_shallow_clone_is_refused(
     assert "shallow" in capsys.readouterr().err
 
 
+def test_without_git_there_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ProofError, match="git cannot be run: No such file"):
+        prove_fixes.git(tmp_path, "status")
+    assert main(["--repo", str(tmp_path)]) == 1
+    assert "prove_fixes: error: git cannot be run" in capsys.readouterr().err
+
+
 def test_two_commits_with_one_trailer(repo: Path, commit: Commit) -> None:
     commit(BASE, "the slice as it was")
     first = commit(FLAG_FIX, "flag", FLAG_TRAILER)

@@ -109,6 +109,27 @@ def test_the_token_is_on_no_command_line() -> None:
     assert status == 2 and "others could read it" in said and TOKEN not in said
 
 
+@pytest.mark.parametrize(
+    ("given", "put", "gone"),
+    [
+        ({}, "put what - has into /etc/gpu-runner/token ", "/etc/gpu-runner/token-helper"),
+        (
+            {"token_file": None, "token_helper": "helper"},
+            "install -D -o root -g root -m 700 helper /etc/gpu-runner/token-helper",
+            "/etc/gpu-runner/token",
+        ),
+    ],
+)
+def test_of_token_and_helper_the_one_that_is_given_is_left(
+    given: dict[str, str | None], put: str, gone: str
+) -> None:
+    """An earlier call may have brought the other one."""
+    text = dry_run(**given)
+    assert f"+ {put}" in text
+    removed = [line for line in text.splitlines() if line.startswith("+ rm -f ")]
+    assert removed == [f"+ rm -f {gone}"]
+
+
 def test_the_unit_is_locked_down() -> None:
     unit = written(dry_run(), "gpu-runner.service")
     settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)

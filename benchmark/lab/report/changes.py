@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -76,25 +76,63 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Two commits that a table holds against each other."""
+class Pair:
+    """Two commits that a machine has numbers of.
 
-    title: str
+    Attributes
+    ----------
+    before, after : Commit
+    between : tuple of Commit
+        What lies between them and has numbers of other machines only: the difference is its too.
+    """
+
     before: Commit
     after: Commit
+    between: tuple[Commit, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a table holds against each other: two commits of each machine, by its key."""
+
+    title: str
+    pairs: Mapping[str, Pair]
 
 
 def steps(results: Results) -> list[Step]:
-    """Each fix against the measured commit before it, and the newest against the last fix."""
-    found, last = [], None
-    for before, after in zip(results.commits, results.commits[1:], strict=False):
-        if after.fix is not None:
-            found.append(Step(f"Fix {after.name}", before, after))
-            last = after
-    newest = results.commits[-1] if results.commits else None
-    if last is not None and newest is not None and newest != last:
-        found.append(Step("Since the last fix", last, newest))
+    """Each fix against the commit before it, and the newest against the last fix.
+
+    Each machine has its own of them: its numbers say nothing of commits that only others have measured.
+    A commit that history does not have is nowhere before or after another, whatever its date.
+    """
+    known = [commit for commit in results.commits if commit.known]
+    own = {m.key: [c for c in known if results.has_numbers(m, c)] for m in results.machines}
+    fixes = [commit for commit in known if commit.fix is not None]
+    found = [
+        Step(
+            f"Fix {fix.name}",
+            {
+                key: _to_fix(known, commits[commits.index(fix) - 1], fix)
+                for key, commits in own.items()
+                if fix in commits[1:]
+            },
+        )
+        for fix in fixes
+        if fix != known[0]
+    ]
+    if fixes:
+        # Where the last fix was not measured, the difference from an earlier commit would be its too.
+        since = {
+            key: Pair(fixes[-1], commits[-1])
+            for key, commits in own.items()
+            if fixes[-1] in commits[:-1]
+        }
+        found += [Step("Since the last fix", since)] if since else []
     return found
+
+
+def _to_fix(known: Sequence[Commit], before: Commit, fix: Commit) -> Pair:
+    return Pair(before, fix, tuple(known[known.index(before) + 1 : known.index(fix)]))
 
 
 def changes(results: Results, step: Step) -> list[Change]:
@@ -106,11 +144,14 @@ def changes(results: Results, step: Step) -> list[Change]:
 def _changes(results: Results, step: Step, family: int) -> Iterator[Change]:
     for question in results.questions.values():
         for machine in results.machines_with(question.name):
+            pair = step.pairs.get(machine.key)
+            if pair is None:
+                continue
             for case in question.cases:
                 found = [
                     compare(
                         results,
-                        (step.before, step.after),
+                        (pair.before, pair.after),
                         machine,
                         question.name,
                         metric,

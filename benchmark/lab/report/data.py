@@ -146,7 +146,7 @@ class Reading:
     @property
     def has_band(self) -> bool:
         """Whether its noise is known."""
-        return math.isfinite(self.low)
+        return math.isfinite(self.high)
 
     @property
     def is_exact(self) -> bool:
@@ -229,6 +229,18 @@ class Results:
             return Reading(NUMBER, found.value, logs=logs)
         return Reading(NUMBER, *noise.band(logs), logs)
 
+    @functools.cached_property
+    def _numbered(self) -> set[tuple[str, str]]:
+        return {
+            (key.machine, key.sha)
+            for key, found in self.measured.items()
+            if found.value is not None and not math.isnan(found.value)
+        }
+
+    def has_numbers(self, machine: Machine, commit: Commit) -> bool:
+        """Whether a commit was measured on a machine, and something of it did not fail."""
+        return (machine.key, commit.sha) in self._numbered
+
     def machines_with(self, question: str, metric: str | None = None) -> list[Machine]:
         """The machines that something of a question was measured on."""
         names = {
@@ -244,6 +256,18 @@ class Results:
         """A reading for each commit."""
         for commit in self.commits:
             yield commit, self.reading(Key(machine.key, commit.sha, question, metric, case))
+
+    def numbers(
+        self, machine: Machine, question: str, metric: str, case: str
+    ) -> list[tuple[Commit, Reading]]:
+        """What of a line is a number, from the first to the last.
+
+        Commits that history does not have are left out where others are there: nothing but a date says
+        which of them was first.
+        """
+        line = self.line(machine, question, metric, case)
+        found = [(commit, reading) for commit, reading in line if reading.status == NUMBER]
+        return [(commit, reading) for commit, reading in found if commit.known] or found
 
 
 def is_measured(unit: str) -> bool:

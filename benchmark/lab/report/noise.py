@@ -118,7 +118,14 @@ class Noise:
 
 
 def _exponentials(middle: float, half: float) -> tuple[float, float, float]:
-    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
+    return _exp(middle), _exp(middle - half), _exp(middle + half)
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 def pool(groups: Iterable[Sequence[float]]) -> Noise | None:

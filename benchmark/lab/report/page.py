@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lab.report import changes, plots, texts, wording
-from lab.report.changes import Change, Step
+from lab.report.changes import Change, Pair, Step
 from lab.report.data import (
     MISSING,
     NUMBER,
@@ -68,6 +68,7 @@ class Section:
     """A question."""
 
     question: Question
+    anchor: str
     figures: tuple[Figure, ...]
     tables: tuple[tuple[Machine, tuple[Row, ...]], ...]
 
@@ -78,6 +79,8 @@ class Compared:
 
     step: Step
     anchor: str
+    # With the machines that have it.
+    pairs: tuple[tuple[Pair, tuple[Machine, ...]], ...]
     summaries: tuple[tuple[int, Machine, str, str], ...]
     chance: str
     changed: tuple[Change, ...]
@@ -107,7 +110,7 @@ def render(results: Results) -> str:
         "counted": wording.counted,
         "title": _title,
     }
-    steps = [compared(results, step) for step in changes.steps(results)]
+    steps = [compared(results, *numbered) for numbered in enumerate(changes.steps(results), 1)]
     text = environment.get_template("page.html.j2").render(
         results=results,
         numbered=list(enumerate(results.machines)),
@@ -131,6 +134,14 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+def anchors(questions: Iterable[str]) -> dict[str, str]:
+    """The id of each question: its name, or one with a number where the page does not know it."""
+    return {
+        name: name if name in wording.QUESTION_ORDER else f"question-{number}-{slug(name)}"
+        for number, name in enumerate(questions, 1)
+    }
+
+
 def _measured_on(results: Results) -> dict[str, list[Machine]]:
     """Machines by commit."""
     pairs = {(key.sha, key.machine) for key in results.measured}
@@ -151,6 +162,7 @@ def section(results: Results, question: Question) -> Section:
     ]
     return Section(
         question,
+        anchors(results.questions)[question.name],
         tuple(figure(results, question, metric) for metric in plotted or metrics[:1]),
         tuple(
             (machine, rows(results, question, machine))
@@ -194,13 +206,12 @@ def _is_relative(results: Results, question: str, metric: str) -> bool:
 
 def _figure_note(results: Results, question: Question, metric: str, relative: bool) -> str:
     unit = question.units.get(metric, "")
-    parts = []
     if relative:
-        parts.append(f"Each case as a multiple of its first number; its unit is {unit}.")
+        text = "Each case as a multiple of its first number"
+        text += f"; its unit is {unit}. " if unit else ". "
     else:
-        parts.append(f"In {unit}.")
-    parts.append(_noise_note(results, question, metric))
-    return " ".join(parts)
+        text = f"In {unit}. " if unit else ""
+    return text + _noise_note(results, question, metric)
 
 
 def _noise_note(results: Results, question: Question, metric: str) -> str:
@@ -237,11 +248,15 @@ def _draw(
         line = _line(results, machine, number, question.name, metric, case, relative)
         if line is not None:
             lines.append(line)
-            sentences.append(texts.sentence(results, machine, question.name, metric, case))
+            sentences.append(
+                texts.sentence(results, machine, question.name, metric, case)
+                + _not_drawn(results, line, machine, question.name, metric, case)
+            )
     if not lines:
         return None
+    anchor = anchors(results.questions)[question.name]
     panel = plots.Panel(
-        name=f"{question.name}-{list(question.units).index(metric)}-{list(question.cases).index(case)}",
+        name=f"{anchor}-{list(question.units).index(metric)}-{list(question.cases).index(case)}",
         title=f"{question.name}, {case}: {wording.label(metric)} along the commits",
         text=" ".join(sentences),
         ticks=tuple("\n".join(commit.axis) for commit in results.commits),
@@ -267,15 +282,30 @@ def _line(
     relative: bool,
 ) -> plots.Line | None:
     readings = [found for _, found in results.line(machine, question, metric, case)]
-    first = next((found.value for found in readings if found.status == NUMBER), 1.0)
-    unit = first if relative else 1.0
-    marks = tuple(
-        plots.Mark(x, found.value / unit, found.low / unit, found.high / unit)
-        for x, found in enumerate(readings)
-        if found.status == NUMBER
-    )
+    numbers = results.numbers(machine, question, metric, case)
+    unit = numbers[0][1].value if numbers and relative else 1.0
+    marks = []
+    for x, found in enumerate(readings):
+        if found.status != NUMBER:
+            continue
+        y, *band = (value / unit for value in (found.value, found.low, found.high))
+        if plots.can_draw(y):
+            marks.append(plots.Mark(x, y, *(band if plots.can_draw(*band) else ())))
     stalls = tuple(x for x, found in enumerate(readings) if found.status == STALLS)
-    return plots.Line(number, machine.label, marks, stalls) if marks or stalls else None
+    return plots.Line(number, machine.label, tuple(marks), stalls) if numbers or stalls else None
+
+
+def _not_drawn(
+    results: Results, line: plots.Line, machine: Machine, question: str, metric: str, case: str
+) -> str:
+    """What a plot has no room for, as the end of its sentence."""
+    drawn = {mark.x for mark in line.marks}
+    names = [
+        commit.brief
+        for x, (commit, found) in enumerate(results.line(machine, question, metric, case))
+        if found.status == NUMBER and x not in drawn
+    ]
+    return f" Too large to be drawn: {wording.listed(names)}." if names else ""
 
 
 def rows(results: Results, question: Question, machine: Machine) -> tuple[Row, ...]:
@@ -298,14 +328,24 @@ def rows(results: Results, question: Question, machine: Machine) -> tuple[Row, .
 # --- Before and after -------------------------------------------------------------------------
 
 
-def compared(results: Results, step: Step) -> Compared:
+def compared(results: Results, place: int, step: Step) -> Compared:
     """The table of a step."""
     found = changes.changes(results, step)
+    pairs: dict[Pair, list[Machine]] = {}
+    for machine in results.machines:
+        if machine.key in step.pairs:
+            pairs.setdefault(step.pairs[machine.key], []).append(machine)
     return Compared(
         step,
-        f"step-{slug(step.after.short)}",
+        f"step-{place}",
+        tuple((pair, tuple(machines)) for pair, machines in pairs.items()),
         tuple(
-            (number, machine, texts.summary(of_machine), texts.largest(of_machine))
+            (
+                number,
+                machine,
+                _against(step.pairs[machine.key]) + texts.summary(of_machine),
+                texts.largest(of_machine),
+            )
             for number, machine in enumerate(results.machines)
             if (of_machine := [change for change in found if change.machine == machine])
         ),
@@ -313,6 +353,11 @@ def compared(results: Results, step: Step) -> Compared:
         tuple(change for change in found if change.changed),
         tuple(change for change in found if not change.changed),
     )
+
+
+def _against(pair: Pair) -> str:
+    """The commit before, where it is further off than the heading lets one think."""
+    return f"compared with “{pair.before.brief}”, " if pair.between else ""
 
 
 def _ratio_text(change: Change) -> str:

@@ -40,6 +40,8 @@ DODGE: Final = 0.09
 # That fit below a plot, side by side; and that fit into a label that stands on end.
 LETTERS_IN_ALL: Final = 48
 STEEP_LETTERS: Final = 22
+# No axis has room for more, and no number of a suite is as large.
+LARGEST: Final = 1e30
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ def _style() -> dict[str, Any]:
         "svg.fonttype": "none",
         "svg.hashsalt": "lab.report",
         "font.size": 11,
+        # The subject of a commit may have dollars.
+        "text.parse_math": False,
         "axes.edgecolor": GRID,
         "axes.labelcolor": INK,
         "text.color": INK,
@@ -134,6 +138,11 @@ def _style() -> dict[str, Any]:
         "grid.color": GRID,
         "path.simplify": False,
     }
+
+
+def can_draw(*values: float) -> bool:
+    """Whether there is a place on an axis for all of them."""
+    return all(abs(value) <= LARGEST for value in values)
 
 
 def svg(panel: Panel) -> str:
@@ -236,7 +245,9 @@ def _y_axis(axes: Any, panel: Panel) -> None:
         low, high = min(low, 1 - MIN_RELATIVE_SPAN), max(high, 1 + MIN_RELATIVE_SPAN)
         axes.axhline(1, color=FAINT, linewidth=1, dashes=(3, 3), zorder=1)
     else:
-        low, high = min(low, 0.0), high or 1.0
+        low, high = min(low, 0.0), max(high, 0.0)
+        if low == high:
+            high = 1.0
     margin = 0.07 * (high - low)
     axes.set_ylim(low - margin if panel.relative else low - 0.4 * margin, high + margin)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=False))
@@ -249,7 +260,7 @@ def _y_axis(axes: Any, panel: Panel) -> None:
 def _tick_text(relative: bool) -> Any:
     def text(value: float, _: int) -> str:
         if relative:
-            return f"{value:.2f}×"
+            return f"{value:.2f}×" if abs(value) < 1e5 else f"{value:.3g}×"
         if abs(value) >= 1000:
             power = min(int(math.log10(abs(value)) // 3), 4)
             return f"{value / 1000**power:.3g}{' kMGT'[power].strip()}"
@@ -280,7 +291,7 @@ def _end_labels(axes: Any, panel: Panel) -> None:
     at, said = -math.inf, ""
     for line in sorted(lines, key=lambda line: line.marks[-1].y):
         last = line.marks[-1]
-        text = f"{last.y:.2f}×" if panel.relative else _tick_text(False)(last.y, 0)
+        text = _tick_text(panel.relative)(last.y, 0)
         if text == said:
             continue
         at, said = max(last.y, at + apart), text
@@ -298,13 +309,12 @@ def _end_labels(axes: Any, panel: Panel) -> None:
 def _inline(text: str, panel: Panel) -> str:
     """An SVG file as an element of the page: with ids of its own, roles for colours, and words."""
     text = text[text.index("<svg") :]
+    name = escape(panel.name, {'"': "&quot;"})
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     # It would hold for the whole page; the page says it for plots.
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(?<=\bid=")', f"{panel.name}-", text)
-    text = re.sub(r'(?<=href="#)', f"{panel.name}-", text)
-    text = re.sub(r"(?<=url\(#)", f"{panel.name}-", text)
+    text = re.sub(r'(?<=\bid=")|(?<=href="#)|(?<=url\(#)', lambda _: f"{name}-", text)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     # The page has a font; matplotlib's own is wider than most, so that what fitted there fits.
@@ -314,13 +324,13 @@ def _inline(text: str, panel: Panel) -> str:
     text = re.sub(r"\s*\n\s*", " ", text)
     text = _COORDINATES.sub(_rounded, text)
     text = _without_idle_ids(text)
-    label = f"{panel.name}-title {panel.name}-desc"
+    label = f"{name}-title {name}-desc"
     head = (
         f'<svg role="img" aria-labelledby="{label}" class="plot" '
         f'viewBox="0 0 {72 * WIDTH:g} {72 * panel.height:g}" xmlns="http://www.w3.org/2000/svg" '
         'xmlns:xlink="http://www.w3.org/1999/xlink">'
-        f'<title id="{panel.name}-title">{escape(panel.title)}</title>'
-        f'<desc id="{panel.name}-desc">{escape(panel.text)}</desc>'
+        f'<title id="{name}-title">{escape(panel.title)}</title>'
+        f'<desc id="{name}-desc">{escape(panel.text)}</desc>'
     )
     return re.sub(r"<svg[^>]*>", lambda _: head, text, count=1).strip()
 

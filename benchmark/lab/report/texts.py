@@ -15,15 +15,16 @@ def reading(found: Reading, unit: str = "") -> str:
         return found.status
     text = wording.number(found.value) + (f" {unit}" if unit else "")
     if found.has_band and found.low != found.high:
-        half = (found.high - found.low) / 2 / found.value
-        text += f" ± {100 * half:.1f}%" if half < 0.1 else f" ± {100 * half:.0f}%"
+        half = 100 * (found.high - found.low) / 2 / found.value
+        form = ".1f" if half < 10 else ".0f" if half < 1e6 else ".0e"
+        text += f" ± {half:{form}}%"
     return text
 
 
 def sentence(results: Results, machine: Machine, question: str, metric: str, case: str) -> str:
     """From the first number of a case to its last."""
     line = list(results.line(machine, question, metric, case))
-    numbers = [(commit, found) for commit, found in line if found.status == NUMBER]
+    numbers = results.numbers(machine, question, metric, case)
     parts = [f"{machine.label}:"]
     # A figure has as many intervals as this, and its reader looks for the one that stands out.
     family = len(results.questions[question].cases) * len(results.machines)
@@ -50,7 +51,7 @@ def sentence(results: Results, machine: Machine, question: str, metric: str, cas
 def _ratio(change: changes.Change | None) -> str:
     if change is None:
         return "no ratio."
-    if math.isnan(change.ratio):
+    if not math.isfinite(change.ratio):
         return f"no ratio: {change.verdict}."
     text = f"{wording.factor(change.ratio)} times"
     if math.isfinite(change.low) and change.low != change.high:
@@ -69,7 +70,7 @@ def _absolute(
     found = dict(results.line(machine, question, metric, case))
     values = [found[end].value for end in dict.fromkeys(ends)]
     text = _arrow(values, results.questions[question].units.get(metric, ""))
-    if metric == "us_per_token":
+    if metric == "us_per_token" and all(value > 0 for value in values):
         # What people know it as.
         text += f", {_arrow([1e6 / value for value in values], 'tokens/s')}"
     return f"({text})"

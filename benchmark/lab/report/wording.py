@@ -62,6 +62,9 @@ HEADLINES: Final = {
 # Parts of a whole: a multiple of one that is near nothing says nothing.
 SHARES: Final = frozenset({"forward_idle"})
 
+# Beyond them a number is told with an exponent: nobody counts the zeros.
+_SMALL, _LARGE = 1e-9, 1e15
+
 
 def base_name(metric: str) -> str:
     """The metric without the suffix of ratios."""
@@ -101,15 +104,23 @@ def number(value: float) -> str:
     """A number for people: three digits, or four for one that is large."""
     if not math.isfinite(value):
         return "n/a"
-    if value == int(value) and abs(value) < 1e15:
+    if _is_extreme(value):
+        return f"{value:.3g}"
+    if value == int(value):
         return f"{int(value):,}"
     return significant(value, 3 if abs(value) < 1000 else 4)
+
+
+def _is_extreme(value: float) -> bool:
+    return value != 0 and not _SMALL <= abs(value) < _LARGE
 
 
 def factor(value: float) -> str:
     """A ratio, to the percent, and finer where it is small."""
     if value == 0:
         return "0"
+    if _is_extreme(value):
+        return f"{value:.2g}"
     return f"{value:.2f}" if value >= 0.095 else significant(value, 2)
 
 
