@@ -10,9 +10,9 @@ turn. A trial of ``same`` that calls any metric faster or slower is a false alar
 calls none slower, or any faster, is a miss.
 
 Trials are appended to a file, one line of JSON each, with what tells one gate from another: the
-version of what is measured (`lab.contest`), the time it had, its error rate. A second call goes on where
-the first one ended, with trials of the same gate. Two calls at once, with files of their own, are each
-other's busy neighbour.
+version of what is measured (`lab.contest`), the time it had, the pairs that it measured at least, its
+error rate. A second call goes on where the first one ended, with trials of the same gate. Two calls at
+once, with files of their own, are each other's busy neighbour.
 
 A trial has the numbers of its pairs, and its verdicts are those of `lab.verdicts` as it is now: another
 rule can be tried on trials that are there.
@@ -46,7 +46,7 @@ sys.path += [str(REPO_ROOT / "benchmark"), str(REPO_ROOT / "scripts")]
 
 import numpy as np  # noqa: E402
 
-from bench_gate import compare  # noqa: E402
+from bench_gate import ENOUGH_PAIRS, compare  # noqa: E402
 from lab import contest, verdicts  # noqa: E402
 from lab.arguments import positive_float, positive_int  # noqa: E402
 from lab.contest import ContestError, Side, Worker  # noqa: E402
@@ -186,7 +186,8 @@ def _rounded(verdict: dict[str, Any]) -> dict[str, Any]:
 
 def describe_gate(minutes: float) -> dict[str, Any]:
     """What tells one gate from another."""
-    return {"version": contest.VERSION, "minutes": minutes, "alpha": verdicts.ALPHA}
+    about = {"version": contest.VERSION, "minutes": minutes}
+    return about | {"least_pairs": ENOUGH_PAIRS, "alpha": verdicts.ALPHA}
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -246,7 +247,9 @@ def bounds(wrong: int, trials: int) -> tuple[float, float]:
         p + z**2 / (2 * trials),
         z * math.sqrt(p * (1 - p) / trials + (z / trials / 2) ** 2),
     )
-    return (middle - half) / (1 + z**2 / trials), (middle + half) / (1 + z**2 / trials)
+    low, high = ((middle + side) / (1 + z**2 / trials) for side in (-half, half))
+    # At its ends it is 0 or 1 but for rounding.
+    return max(low, 0.0), min(high, 1.0)
 
 
 def summarise(trials: Sequence[dict[str, Any]]) -> list[str]:

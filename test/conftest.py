@@ -14,6 +14,8 @@ REPO_ROOT = Path(__file__).resolve().parents[1]
 # Makes the laboratory importable, as PYTHONPATH=benchmark does for people. At the end: `import asv` has
 # to find the tool, not the folder of that name.
 sys.path.append(str(REPO_ROOT / "benchmark"))
+# What tests of several folders have in common.
+sys.path.append(str(REPO_ROOT / "test"))
 
 # Before anything imports torch or the package, so that child processes inherit it too.
 THREADS = 2

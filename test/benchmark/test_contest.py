@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import bench_gate
 from lab import contest, verdicts
 from lab.cases import CASES, Case, Setup
 from lab.contest import CaseError, Contest, ContestError, Side
+from processes import end_by, is_alive, wait_for
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(REPO_ROOT / "python")
@@ -242,7 +241,7 @@ def test_a_slower_package_is_found_from_the_command_line(tmp_path: Path) -> None
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
-    assert found["pairs"] == 8
+    assert found["pairs"] == 12
     judged = {v["metric"]: v for v in found["verdicts"]}
     assert judged["decode/tiny-b8 host_us_per_step"]["verdict"] == "slower"
     assert judged["decode/tiny-b8 host_us_per_step"]["low"] > 1.5
@@ -364,7 +363,7 @@ def test_the_time_that_there_is_may_be_any(
     def on_pair(done: int, total: int) -> None:
         told.append((done, total))
 
-    for minutes, pairs in ((1e-9, 8), (1e300, bench_gate.MAX_PAIRS)):
+    for minutes, pairs in ((1e-9, 12), (1e300, bench_gate.MAX_PAIRS)):
         found = bench_gate.compare(*sides, ["one"], minutes, 1, on_pair, lambda _: None)
         assert len(found.pairs) == pairs and told[-1] == (pairs, pairs)
 
@@ -376,7 +375,6 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_of_a_gate_that_is_ended(
     tmp_path: Path, short_folder: Path, number: signal.Signals
@@ -384,41 +382,19 @@ def test_nothing_is_left_of_a_gate_that_is_ended(
     """Not even of a head that hangs."""
     package = tmp_path / "hanging" / "sglang"
     package.mkdir(parents=True)
+    told = tmp_path / "process"
     (package / "__init__.py").write_text(
         "import os, pathlib, time\n"
-        f"pathlib.Path({str(tmp_path / 'process')!r}).write_text(str(os.getpid()))\n"
+        f"told = pathlib.Path({str(told)!r})\n"
+        "told.with_suffix('.new').write_text(str(os.getpid()))\n"
+        "told.with_suffix('.new').rename(told)\n"
         "time.sleep(600)\n"
     )
-    command = [sys.executable, str(REPO_ROOT / "scripts" / "bench_gate.py")]
-    gate = subprocess.Popen(
-        [*command, str(package.parent), PACKAGE, "--cases", "decode/tiny-b8"],
-        env=os.environ | {"TMPDIR": str(short_folder)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    written = tmp_path / "process"
-    until(lambda: written.exists() and written.read_text() != "")
-    worker = int(written.read_text())
-    gate.send_signal(number)
-    _, said = gate.communicate(timeout=30)
-    assert gate.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    assert "Traceback" not in said
-    until(lambda: has_ended(worker))
-    if number != signal.SIGKILL:
-        assert list(short_folder.iterdir()) == []
-
-
-def has_ended(process: int) -> bool:
-    try:
-        text = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return True
-    # Nobody may have asked for its status yet.
-    return text.rpartition(")")[2].split()[0] in "ZX"
-
-
-def until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    limit = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    sides = (str(package.parent), PACKAGE)
+    arguments = [bench_gate.__file__, *sides, "--cases", "decode/tiny-b8"]
+    found = end_by(number, arguments, told, short_folder)
+    assert found.status == (-number if number == signal.SIGKILL else 128 + number)
+    assert "Traceback" not in found.said
+    wait_for(lambda: not is_alive(int(told.read_text())))
+    # Nobody can answer the last one.
+    assert number == signal.SIGKILL or list(short_folder.iterdir()) == []

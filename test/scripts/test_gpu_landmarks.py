@@ -42,6 +42,7 @@ from gpu_landmarks import (
 )
 from lab.devices import DEVICE_VARIABLE
 from process_sessions import members
+from processes import end_by, is_alive, wait_for
 from prove_fixes import FIXES
 
 FIRST = f"Fix 1\n\nUpstream-PR: sgl-project/sglang#{FIXES[0].pr}"
@@ -274,25 +275,6 @@ time.sleep(60)
 """
 
 
-def wait_for(condition: Any, seconds: float = 20.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not come to that"
-        time.sleep(0.02)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="no /proc here")
-
-
-@needs_proc
 def test_a_command_ends_with_what_it_put_into_another_group(tmp_path: Path) -> None:
     told = tmp_path / "pids"
     command = [sys.executable, "-c", PARENT, str(told)]
@@ -301,7 +283,6 @@ def test_a_command_ends_with_what_it_put_into_another_group(tmp_path: Path) -> N
     assert len(processes) == 2 and not any(map(is_alive, processes))
 
 
-@needs_proc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_whatever_ends_us_ends_what_we_started(tmp_path: Path, number: int) -> None:
     """As the program, which answers all but the last one; nothing answers that."""
@@ -322,28 +303,12 @@ def test_whatever_ends_us_ends_what_we_started(tmp_path: Path, number: int) -> N
     )
 
     # Started in the background by a shell, a process has the first one ignored.
-    def ignore_the_first() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-    us = subprocess.Popen(
-        [sys.executable, str(started)],
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=ignore_the_first,
-    )
-    try:
-        wait_for(lambda: told.is_file() or us.poll() is not None, 60)
-        processes = [int(pid) for pid in told.read_text().split()]
-        us.send_signal(number)
-        wait_for(lambda: not any(map(is_alive, processes)))
-        status = us.wait(20)
-    finally:
-        us.kill()
-        us.wait()
-    assert members(us.pid) == []
+    found = end_by(number, [str(started)], told, tmp_path, ignored=[signal.SIGINT])
+    processes = [int(pid) for pid in told.read_text().split()]
+    wait_for(lambda: not any(map(is_alive, processes)))
+    assert members(found.process) == []
     answered = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
-    assert status == answered.get(number, -number)
+    assert found.status == answered.get(number, -number)
 
 
 # --- asv ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from processes import is_alive
 from upstream import engine_proof
 from upstream.engine_proof import Ended, EngineError, compare, judge_merge, run_session
 
@@ -37,16 +38,6 @@ ENDINGS = {
     "dies by its own hand": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, 60.0),
     "leaves its children": ("os._exit(3)", 3, 60.0),
 }
-WITH_PROC = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="needs /proc")
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    # An orphan stays a zombie where no init collects it.
-    return state not in "ZX"
 
 
 def family(log: Path) -> list[int]:
@@ -54,7 +45,6 @@ def family(log: Path) -> list[int]:
     return [int(pid) for pid in line.split()[1:]]
 
 
-@WITH_PROC
 @pytest.mark.parametrize(("ending", "returncode", "limit_s"), ENDINGS.values(), ids=ENDINGS)
 def test_no_process_of_a_session_survives(
     ending: str, returncode: int | None, limit_s: float, tmp_path: Path
@@ -66,7 +56,6 @@ def test_no_process_of_a_session_survives(
     assert (ended.seconds >= limit_s) == (returncode is None)
 
 
-@WITH_PROC
 def test_no_process_survives_an_interruption(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
