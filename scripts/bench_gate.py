@@ -50,8 +50,10 @@ from lab.contest import Contest, ContestError, Side  # noqa: E402
 from lab.remote import end_on_signals  # noqa: E402
 
 ENOUGH_PAIRS: Final = 12
-"""Pairs that are measured however long it takes. With eight, the fewest that can be judged, 3 of 11
-slowdowns by 5% were missed; ``benchmark/gate-trials.jsonl`` has them."""
+"""Pairs that are measured where ``--minutes`` are too few for them. With eight, the fewest that can be
+judged, 3 of 11 slowdowns by 5% were missed; ``benchmark/gate-trials.jsonl`` has them."""
+MOST_MINUTES: Final = 14.0
+"""But not for longer than this, and a pair more: then there is what there is."""
 MAX_PAIRS: Final = 300
 Tick = Callable[[str], None]
 
@@ -102,7 +104,7 @@ def compare(
     on_pair: Callable[[int, int], None],
     tick: Tick,
 ) -> Contest:
-    """Measure as many pairs as there is time for, but `ENOUGH_PAIRS` at least.
+    """Measure as many pairs as there is time for; for `ENOUGH_PAIRS` there are `MOST_MINUTES`.
 
     Only the clock ends it, which knows nothing of the result: who goes on until there is a difference
     finds one.
@@ -121,8 +123,11 @@ def compare(
                 continue
             done, now = len(found.pairs), time.monotonic()
             spent += now - begun
-            left = (started + 60 * minutes - now) / (spent / done)
-            total = int(min(max(done + left, ENOUGH_PAIRS), MAX_PAIRS))
+            within, at_most = (
+                done + (started + 60 * limit - now) / (spent / done)
+                for limit in (minutes, max(minutes, MOST_MINUTES))
+            )
+            total = max(int(min(max(within, ENOUGH_PAIRS), at_most, MAX_PAIRS)), done)
             on_pair(done, total)
             if done >= total:
                 break
@@ -291,6 +296,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(judged, sides, console)
     for note in found.notes:
         console.print(note, markup=False)
+    if 0 < len(found.pairs) < verdicts.MIN_PAIRS:
+        few = (
+            f"{len(found.pairs)} pairs in the time that there is, of {verdicts.MIN_PAIRS} at least"
+        )
+        console.print(f"{few}: nothing that is timed can be told", markup=False)
     kinds = [verdict.verdict for verdict in judged]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     console.print(f"{len(found.pairs)} pairs, {time.monotonic() - started:.0f} s: {counts}")

@@ -10,9 +10,9 @@ turn. A trial of ``same`` that calls any metric faster or slower is a false alar
 calls none slower, or any faster, is a miss.
 
 Trials are appended to a file, one line of JSON each, with what tells one gate from another: the
-version of what is measured (`lab.contest`), the time it had, the pairs that it measured at least, its
-error rate. A second call goes on where the first one ended, with trials of the same gate. Two calls at
-once, with files of their own, are each other's busy neighbour.
+version of what is measured (`lab.contest`), the time it had, the pairs that it wanted at least, the time
+that it took for them at most, its error rate. A second call goes on where the first one ended, with
+trials of the same gate. Two calls at once, with files of their own, are each other's busy neighbour.
 
 A trial has the numbers of its pairs, and its verdicts are those of `lab.verdicts` as it is now: another
 rule can be tried on trials that are there.
@@ -46,7 +46,7 @@ sys.path += [str(REPO_ROOT / "benchmark"), str(REPO_ROOT / "scripts")]
 
 import numpy as np  # noqa: E402
 
-from bench_gate import ENOUGH_PAIRS, compare  # noqa: E402
+from bench_gate import ENOUGH_PAIRS, MOST_MINUTES, compare  # noqa: E402
 from lab import contest, verdicts  # noqa: E402
 from lab.arguments import positive_float, positive_int  # noqa: E402
 from lab.contest import ContestError, Side, Worker  # noqa: E402
@@ -187,7 +187,8 @@ def _rounded(verdict: dict[str, Any]) -> dict[str, Any]:
 def describe_gate(minutes: float) -> dict[str, Any]:
     """What tells one gate from another."""
     about = {"version": contest.VERSION, "minutes": minutes}
-    return about | {"least_pairs": ENOUGH_PAIRS, "alpha": verdicts.ALPHA}
+    about |= {"least_pairs": ENOUGH_PAIRS, "most_minutes": MOST_MINUTES}
+    return about | {"alpha": verdicts.ALPHA}
 
 
 def read(out: Path) -> list[dict[str, Any]]:

@@ -162,8 +162,15 @@ def judge(
         A difference that is smaller is neither, even where it is certain.
     margin : float
         "same" means that the interval lies within this, or the tolerance, up and down, and that it would
-        if nothing had been cut. What is neither cannot be told.
+        if nothing had been cut. What is neither cannot be told, and from fewer pairs than `MIN_PAIRS`
+        nothing can: their intervals have no bounds.
     """
+    if len(logs) < MIN_PAIRS:
+        ratios = np.exp(clipped(logs).mean(0)).tolist()
+        return [
+            Verdict(name, CANNOT_TELL, ratio, 0.0, math.inf)
+            for name, ratio in zip(metrics, ratios, strict=True)
+        ]
     mean, half = intervals(clipped(logs), alpha)
     uncut = intervals(logs, alpha)
     # How far from 1 it may be, cut or not.

@@ -368,6 +368,44 @@ def test_the_time_that_there_is_may_be_any(
         assert len(found.pairs) == pairs and told[-1] == (pairs, pairs)
 
 
+@pytest.mark.parametrize(
+    ("a_pair_s", "minutes", "pairs"),
+    [
+        # As many as there are minutes for.
+        (20, 6, 18),
+        # Twelve take longer than that, and are wanted.
+        (60, 6, 12),
+        # Twelve would take longer than anybody waits; who waits longer says so.
+        (90, 6, 9),
+        (90, 30, 20),
+        (200, 6, 4),
+        (2000, 6, 1),
+    ],
+)
+def test_a_slow_machine_has_its_pairs_in_time(
+    fake: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    a_pair_s: float,
+    minutes: float,
+    pairs: int,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(bench_gate.time, "monotonic", lambda: now[0])
+    measured = Contest.run_pair
+
+    def slow(self: Contest, tick: Any) -> Any:
+        now[0] += a_pair_s
+        return measured(self, tick)
+
+    monkeypatch.setattr(Contest, "run_pair", slow)
+    sides = (Side("base", "a"), Side("head", "b"))
+    found = bench_gate.compare(*sides, ["one"], minutes, 1, lambda *_: None, lambda _: None)
+    assert len(found.pairs) == pairs
+    assert now[0] <= max(60 * max(minutes, 14.0), a_pair_s)
+    (verdict,) = found.judge()
+    assert (verdict.verdict == "cannot tell") or pairs >= 8
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder that sockets may be in, whose paths have 107 letters at most."""

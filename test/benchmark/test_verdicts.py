@@ -138,6 +138,10 @@ def test_swapping_the_sides_swaps_the_verdicts() -> None:
 def test_too_few_pairs_are_refused() -> None:
     with pytest.raises(ValueError, match="7 pairs are too few for intervals, 8 are needed"):
         verdicts.intervals(np.zeros((7, 2)))
+    # A verdict is possible: none.
+    same, slower = judge(names(2), np.tile([0.0, 0.5], (7, 1)))
+    assert same == verdicts.Verdict("metric 0", CANNOT_TELL, 1.0, 0.0, math.inf)
+    assert slower.verdict == CANNOT_TELL and slower.ratio == pytest.approx(math.exp(0.5))
 
 
 def test_a_pair_is_summed_up_by_its_median_round() -> None:
