@@ -357,6 +357,17 @@ def test_every_tracked_metric_of_the_table_exists() -> None:
 )
 def test_the_quick_set_by_asvs_regular_expression(name: str, quick: bool) -> None:
     assert bool(re.search(bench.QUICK, name)) is quick
+    for regex, matches in ((r"^decode\.|memory", True), ("track_", True), ("^track", False)):
+        (of_quick,) = bench.chosen([regex], full=False)
+        assert bool(re.search(of_quick, name)) is (quick and matches)
+        assert bench.chosen([regex], full=True) == [regex]
+    # It is named.
+    assert bench.chosen([r"\.\w+More\."], full=False) == [r"\.\w+More\."]
+
+
+def test_without_an_expression_it_is_the_quick_set_or_all() -> None:
+    assert bench.chosen([], full=False) == [bench.QUICK]
+    assert bench.chosen([], full=True) == []
 
 
 # --- Progress ---------------------------------------------------------------------------------
