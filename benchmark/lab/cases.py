@@ -114,6 +114,14 @@ class Case:
         return self.setup.watch == "time"
 
     @property
+    def engine_key(self) -> Setup | Case:
+        """Equal for cases that can share an engine: those of one setup.
+
+        But an engine keeps memory that a case made it take, and the next one is spared that.
+        """
+        return self if self.setup.watch == "memory" else self.setup
+
+    @property
     def anchor(self) -> str:
         """Kind of the anchor that stands beside it."""
         return {"real": "model", "tiny": "host", "none": "dense"}[self.setup.model]

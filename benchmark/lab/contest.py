@@ -237,11 +237,11 @@ def _padding() -> list[bytearray]:
 
 def _round(sessions: dict[Any, Any], scratch: Path, name: str, warm_up: bool) -> dict[str, Any]:
     case = _shortened(CASES[name], name)
-    if case.setup not in sessions:
+    if case.engine_key not in sessions:
         directory = scratch / str(len(sessions))
         directory.mkdir()
-        sessions[case.setup] = make_session(case.setup, directory)
-    session = sessions[case.setup]
+        sessions[case.engine_key] = make_session(case.setup, directory)
+    session = sessions[case.engine_key]
     gc.collect()
     started = time.process_time()
     found = session.run_round(case.shortened() if warm_up else case)

@@ -51,7 +51,7 @@ def by_setup(names: Iterable[str]) -> list[list[str]]:
     for name in names:
         if name not in CASES:
             raise ValueError(f"no case {name!r}; there are {', '.join(CASES)}")
-        groups.setdefault(CASES[name].setup, []).append(name)
+        groups.setdefault(CASES[name].engine_key, []).append(name)
     return list(groups.values())
 
 

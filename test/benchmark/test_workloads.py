@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lab import history, models, run, worker
+from lab import contest, history, models, run, worker
 from lab.anchor import Anchor
 from lab.cases import CASES, QUESTIONS, Case, Setup
 from lab.metrics import WorkNotDone
@@ -365,7 +366,7 @@ def test_cases_of_one_setup_share_an_engine() -> None:
     assert sorted(name for group in groups for name in group) == sorted(CASES)
     for group in groups:
         assert len({CASES[name].setup for name in group}) == 1
-    assert len(groups) == len({case.setup for case in CASES.values()})
+    assert len(groups) == len({case.engine_key for case in CASES.values()})
 
 
 # --- Along history ----------------------------------------------------------------------------
@@ -439,3 +440,28 @@ def test_events_reach_whoever_shows_progress(
     assert list(found) == history.cases("mixed")
     event = json.loads(path.read_text())
     assert event["case"] == "mixed/tiny-b8" and "rounds" not in event
+
+
+def test_an_engine_that_kept_memory_of_another_case_counts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cases of one setup, a small one first: the numbers are those of a case alone."""
+    case = CASES["memory/plain-penalties"]
+    small = dataclasses.replace(case, batch_size=1)
+    monkeypatch.setitem(CASES, "memory/small", small)
+    assert run.by_setup(["memory/small", "memory/plain-penalties"]) == [
+        ["memory/small"],
+        ["memory/plain-penalties"],
+    ]
+    found = []
+    for names in (["memory/plain-penalties"], ["memory/small", "memory/plain-penalties"]):
+        sessions: dict[Any, Any] = {}
+        scratch = tmp_path / str(len(names))
+        scratch.mkdir()
+        for name in names:
+            last = contest._round(sessions, scratch, name, warm_up=False)["metrics"]
+        for session in sessions.values():
+            session.close()
+        found.append(last)
+    assert found[0] == found[1]
+    assert found[0]["peak_step_bytes"] > 1e6
