@@ -45,6 +45,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmark"))
+
+from lab.devices import DEVICE_VARIABLE
+
 NONE: Final = "none"
 FIELDS: Final = ("gpu", "driver", "cuda", "torch", "triton")
 MACHINE_FILE: Final = "~/.asv-machine.json"
@@ -52,8 +56,6 @@ MACHINE_FILE: Final = "~/.asv-machine.json"
 API_VERSION: Final = 1
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 OFF_GPU: Final = "-cpu"
-# What `lab.devices` takes it from.
-DEVICE_VARIABLE: Final = "LAB_DEVICE"
 _PROC: Final = Path("/proc/driver/nvidia/version")
 
 Entry = dict[str, str]

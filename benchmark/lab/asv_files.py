@@ -52,7 +52,7 @@ def read_result(path: Path) -> dict[str, Any]:
     FormError
         If the file cannot be read, or is not of asv's form.
     """
-    return parse_result(_read(path), _called(path))
+    return _parse(path, RESULT_VERSION, _check_result)
 
 
 def read_machine(path: Path) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def read_machine(path: Path) -> dict[str, Any]:
     FormError
         If the file cannot be read, or is not of asv's form.
     """
-    return parse_machine(_read(path), _called(path))
+    return _parse(path, MACHINE_VERSION, _check_machine)
 
 
 def read_benchmarks(path: Path) -> dict[str, Any]:
@@ -74,54 +74,21 @@ def read_benchmarks(path: Path) -> dict[str, Any]:
     FormError
         If the file cannot be read, or is not of asv's form.
     """
-    return parse_benchmarks(_read(path), _called(path))
-
-
-def parse_result(text: str | bytes, name: str) -> dict[str, Any]:
-    """The results of a commit, from what a file holds.
-
-    Parameters
-    ----------
-    text : str or bytes
-    name : str
-        What messages call the file.
-
-    Raises
-    ------
-    FormError
-    """
-    return _parse(text, name, RESULT_VERSION, _check_result)
-
-
-def parse_machine(text: str | bytes, name: str) -> dict[str, Any]:
-    """What describes a machine, from what a file holds (see `parse_result`)."""
-    return _parse(text, name, MACHINE_VERSION, _check_machine)
-
-
-def parse_benchmarks(text: str | bytes, name: str) -> dict[str, Any]:
-    """What describes the benchmarks, from what a file holds (see `parse_result`)."""
-    return _parse(text, name, BENCHMARKS_VERSION, _check_benchmarks)
+    return _parse(path, BENCHMARKS_VERSION, _check_benchmarks)
 
 
 def _called(path: Path) -> str:
     return "/".join(path.parts[-2:])
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise FormError(f"{_called(path)} cannot be read: {error.strerror}") from error
-
-
 def _parse(
-    text: str | bytes,
-    name: str,
-    version: int,
-    check: Callable[[Mapping[str, Any], str], None],
+    path: Path, version: int, check: Callable[[Mapping[str, Any], str], None]
 ) -> dict[str, Any]:
+    name = _called(path)
     try:
-        document = json.loads(text.decode() if isinstance(text, bytes) else text)
+        document = json.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise FormError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise FormError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from error
     except ValueError as error:

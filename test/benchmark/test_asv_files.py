@@ -18,7 +18,7 @@ from asv.results import Results
 from asv.runner import BenchmarkResult
 
 from lab import asv_files
-from lab.asv_files import FormError, parse_benchmarks, parse_machine, parse_result
+from lab.asv_files import FormError, read_benchmarks, read_machine, read_result
 
 NAME = "decode.Decode.track_us_per_token"
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -64,11 +64,18 @@ def benchmarks() -> dict[str, Any]:
     return {NAME: about, "module.track_one": plain, "version": 2}
 
 
-FORMS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str, str], dict[str, Any]]]] = {
-    "result": (result, parse_result),
-    "machine": (machine, parse_machine),
-    "benchmarks": (benchmarks, parse_benchmarks),
+FORMS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Path], dict[str, Any]]]] = {
+    "result": (result, read_result),
+    "machine": (machine, read_machine),
+    "benchmarks": (benchmarks, read_benchmarks),
 }
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file that messages call m/f."""
+    (tmp_path / "m").mkdir()
+    return tmp_path / "m" / "f"
 
 
 # --- What asv writes ----------------------------------------------------------------------------
@@ -106,10 +113,10 @@ def test_a_single_sample_is_read_and_what_failed_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_is_accepted(form: str) -> None:
-    write, parse = FORMS[form]
-    text = json.dumps(write())
-    assert json.dumps(parse(text, "f")) == json.dumps(parse(text.encode(), "f")) == text
+def test_each_form_is_accepted(form: str, file: Path) -> None:
+    write, read = FORMS[form]
+    file.write_text(json.dumps(write()))
+    assert json.dumps(read(file)) == file.read_text()
 
 
 # --- What is no file of asv's -------------------------------------------------------------------
@@ -119,28 +126,30 @@ def test_each_form_is_accepted(form: str) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"\xff\xfe{}", "f is not UTF-8: .* at byte 0"),
-        (b"", "f is no JSON"),
-        (b"{", "f is no JSON"),
-        (b"1" * 5000, "f is no JSON"),
-        (b"[" * 100_000, "f is no JSON of asv's: it is nested too deep"),
-        (b"null", "f is no JSON object, but None"),
-        (b"[]", r"f is no JSON object, but \[\]"),
-        (b"{}", "f: version is None, not [12], which is asv's"),
+        (b"\xff\xfe{}", "m/f is not UTF-8: .* at byte 0"),
+        (b"", "m/f is no JSON"),
+        (b"{", "m/f is no JSON"),
+        (b"1" * 5000, "m/f is no JSON"),
+        (b"[" * 100_000, "m/f is no JSON of asv's: it is nested too deep"),
+        (b"null", "m/f is no JSON object, but None"),
+        (b"[]", r"m/f is no JSON object, but \[\]"),
+        (b"{}", "m/f: version is None, not [12], which is asv's"),
     ],
     ids=["bytes", "empty", "truncated", "digits", "bottomless", "null", "list", "no version"],
 )
-def test_what_is_no_json_of_asvs(form: str, content: bytes, said: str) -> None:
+def test_what_is_no_json_of_asvs(form: str, content: bytes, said: str, file: Path) -> None:
+    file.write_bytes(content)
     with pytest.raises(FormError, match=f"^{said}"):
-        FORMS[form][1](content, "f")
+        FORMS[form][1](file)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("version", [0, 3, 99, "2", None, True, 2.0])
-def test_another_version(form: str, version: object) -> None:
-    write, parse = FORMS[form]
-    with pytest.raises(FormError, match=f"^f: version is {version!r}, not "):
-        parse(json.dumps(write() | {"version": version}), "f")
+def test_another_version(form: str, version: object, file: Path) -> None:
+    write, read = FORMS[form]
+    file.write_text(json.dumps(write() | {"version": version}))
+    with pytest.raises(FormError, match=f"^m/f: version is {version!r}, not "):
+        read(file)
 
 
 def test_a_file_that_is_cut_or_not_there(tmp_path: Path) -> None:
@@ -249,31 +258,36 @@ BENCHMARKS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     ],
 )
 def test_an_odd_field_is_named(
-    form: str, alter: Callable[[dict[str, Any]], None], field: str
+    form: str, alter: Callable[[dict[str, Any]], None], field: str, file: Path
 ) -> None:
-    write, parse = FORMS[form]
+    write, read = FORMS[form]
     document = write()
     alter(document)
+    file.write_text(json.dumps(document))
     with pytest.raises(FormError) as refused:
-        parse(json.dumps(document), "f")
-    assert str(refused.value).startswith(f"f: {field} is ")
+        read(file)
+    assert str(refused.value).startswith(f"m/f: {field} is ")
     assert len(str(refused.value)) < 400
 
 
-def test_the_value_is_named() -> None:
+def test_the_value_is_named(file: Path) -> None:
     document = result()
     set_column("result", [1.0, "abc", None])(document)
+    file.write_text(json.dumps(document))
     with pytest.raises(
-        FormError, match=rf"^f: results\[{NAME}\].result is 'abc', not a number or NaN"
+        FormError, match=rf"^m/f: results\[{NAME}\].result is 'abc', not a number or NaN"
     ):
-        parse_result(json.dumps(document), "f")
+        read_result(file)
 
 
-def test_a_message_is_one_line() -> None:
+def test_a_message_is_one_line(file: Path) -> None:
     document = result()
     document["durations"] = {"<build>\n::error::": "x"}
-    with pytest.raises(FormError, match=r"^f: durations\[<build>\?::error::\] is 'x', not [^\n]*$"):
-        parse_result(json.dumps(document), "f")
+    file.write_text(json.dumps(document))
+    with pytest.raises(
+        FormError, match=r"^m/f: durations\[<build>\?::error::\] is 'x', not [^\n]*$"
+    ):
+        read_result(file)
 
 
 def test_it_needs_nothing_that_is_installed() -> None:
