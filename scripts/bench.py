@@ -413,16 +413,33 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
 
-def load_results(repo: Path, machine: str, shas: Sequence[str]) -> Found:
+def load_results(
+    repo: Path, machine: str, shas: Sequence[str], regexes: Sequence[str] = ()
+) -> Found:
     """What asv has of commits on a machine.
 
     Where a commit has been measured in several environments, what was measured last counts.
+
+    Parameters
+    ----------
+    repo : Path
+    machine : str
+    shas : sequence of str
+    regexes : sequence of str
+        If there are any, only what one of them is found in, as asv takes them.
 
     Raises
     ------
     BenchError
         If it cannot be told what the benchmarks are.
     """
+
+    def is_wanted(name: str, called: str) -> bool:
+        # Without it nobody can tell why there is no number.
+        if not regexes or name.endswith(".track_stalled"):
+            return True
+        return any(re.search(regex, called) for regex in regexes)
+
     folder = results_folder(repo)
     found = Found()
     outdated = 0
@@ -448,7 +465,9 @@ def load_results(repo: Path, machine: str, shas: Sequence[str]) -> Found:
             name = re.sub(r"^(\w+)\.\w+\.", r"\1.", key)
             measured = results.get_result_value(key, params)
             values |= {
-                (name, case.strip("'")): v for case, v in zip(params[0], measured, strict=True)
+                (name, case.strip("'")): v
+                for case, v in zip(params[0], measured, strict=True)
+                if is_wanted(name, f"{key}({case})")
             }
         found.values.append(values)
     if outdated:
@@ -502,19 +521,32 @@ def cell(values: Values, group: str, metric: Shown, case: str) -> tuple[str, flo
     return significant(metric.convert(value), metric.digits), value
 
 
-def rows(found: Sequence[Values]) -> Iterator[tuple[str, str, str, list[str], bool]]:
-    """Rows of the table: question, case, metric, a cell a commit, whether the case ends here."""
+def rows(
+    found: Sequence[Values], asked_for: bool = False
+) -> Iterator[tuple[str, str, str, list[str], bool]]:
+    """Rows of the table: question, case, metric, a cell a commit, whether the case ends here.
+
+    Parameters
+    ----------
+    found : sequence of dict
+        By commit.
+    asked_for : bool
+        Whether just these were, so that none of them is one too many.
+    """
     for group, shown in METRICS.items():
         keys = dict.fromkeys(key for values in found for key in values)
         cases = dict.fromkeys(case for key, case in keys if key.startswith(f"{group}."))
         quick = [case.name for case in QUESTIONS[group] if case.quick]
-        for case in quick if group in _MANY else cases:
+        for case in quick if group in _MANY and not asked_for else cases:
             if case not in cases:
                 continue
-            for metric in shown:
+            # Only some may have been asked for.
+            known = {key for key, of_case in keys if of_case == case}
+            asked = [m for m in shown if f"{group}.track_{m.track}" in known]
+            for metric in asked:
                 cells = _cells(found, group, metric, case)
                 arrow = "↑" if metric.more_is_better else "↓"
-                yield group, case, f"{metric.label} {arrow}", cells, metric is shown[-1]
+                yield group, case, f"{metric.label} {arrow}", cells, metric is asked[-1]
 
 
 def _cells(found: Sequence[Values], group: str, metric: Shown, case: str) -> list[str]:
@@ -534,8 +566,10 @@ def _cells(found: Sequence[Values], group: str, metric: Shown, case: str) -> lis
     return cells
 
 
-def show(marks: Sequence[Landmark], found: Sequence[Values], console: Any) -> None:
-    """Print the table."""
+def show(
+    marks: Sequence[Landmark], found: Sequence[Values], console: Any, asked_for: bool = False
+) -> None:
+    """Print the table, of which `rows` tells more."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -546,7 +580,7 @@ def show(marks: Sequence[Landmark], found: Sequence[Values], console: Any) -> No
         title = "\n".join(escape(name) for name in mark.names)
         table.add_column(f"{title}\n[dim]{mark.sha[:8]}[/]", justify="right", overflow="fold")
     before: tuple[str, str] = ("", "")
-    for question, case, metric, cells, last in rows(found):
+    for question, case, metric, cells, last in rows(found, asked_for):
         table.add_row(
             question if question != before[0] else "",
             case if (question, case) != before else "",
@@ -559,13 +593,22 @@ def show(marks: Sequence[Landmark], found: Sequence[Values], console: Any) -> No
     console.print(
         "[dim]↑ more is better, ↓ less. A factor is the change against the first commit with a number; "
         "there is none if that is 0.\n"
-        "Each number is the median of three processes: between two of them the same code differs by up "
-        "to a tenth, and by more on a busy machine; `make report` says by how much.\n"
+        "A time is the median of three processes: between two of them the same code differs by up to a "
+        "tenth, and by more on a busy machine; `make report` says by how much. Transfers and memory are "
+        "counted, and exact.\n"
         "'stalls': generation requests under scoring requests never end, or the engine dies.[/]"
     )
 
 
 # --- The command ------------------------------------------------------------------------------
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -575,10 +618,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rerun", action="store_true", help="measure also what has results")
     parser.add_argument(
         "--bench",
+        type=_regex,
         action="append",
         default=[],
         metavar="REGEX",
-        help="only these benchmarks of the quick set; of all with --full",
+        help="only these benchmarks of the quick set, measured and shown; of all with --full",
     )
     parser.add_argument(
         "--commit", action="append", default=[], metavar="NAME", help="a commit to measure besides"
@@ -602,8 +646,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def bench(args: argparse.Namespace, repo: Path, shas: list[str], console: Any) -> tuple[Found, int]:
     """Measure commits; return their results and asv's exit status."""
     folder = results_folder(repo)
+    asked = chosen(args.bench, args.full) if args.bench else []
     if args.table:
-        return load_results(repo, _named(args.machine, machine_known_as), shas), 0
+        return load_results(repo, _named(args.machine, machine_known_as), shas, asked), 0
     # Before minutes of measuring: asv would end with a traceback, or not know what it has.
     if odd := odd_files(folder):
         raise BenchError(_odd_told(odd, "asv's results cannot be added to"))
@@ -619,7 +664,7 @@ def bench(args: argparse.Namespace, repo: Path, shas: list[str], console: Any) -
     cases = None if args.bench else sum(case.quick or args.full for case in CASES.values())
     with Progress(console, cases) as progress:
         status = run_asv(repo, shas, options, progress)
-    return load_results(repo, machine, shas), status
+    return load_results(repo, machine, shas, asked), status
 
 
 def chosen(regexes: Sequence[str], full: bool) -> list[str]:
@@ -656,11 +701,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             found, status = bench(args, repo, [mark.sha for mark in marks], console)
             for note in found.notes:
                 console.print(note, markup=False, highlight=False)
-            if not any(found.values):
+            asked_for = bool(args.bench)
+            if not any(rows(found.values, asked_for)):
                 if args.table:
-                    raise BenchError("there are no results yet: run `make bench` first")
+                    of = f" of {' or '.join(args.bench)} to be shown" if args.bench else " yet"
+                    raise BenchError(f"there are no results{of}: run `make bench` first")
                 raise BenchError("asv has no results; its output is in .asv/bench.log")
-            show(marks, found.values, console)
+            show(marks, found.values, console, asked_for)
             if args.json:
                 print(json.dumps(_as_json(marks, found.values), indent=2))
             if not args.table:

@@ -44,8 +44,12 @@ REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
 from lab import contest, verdicts  # noqa: E402
-from lab.arguments import non_negative_float, positive_float, positive_int  # noqa: E402
-from lab.cases import CASES  # noqa: E402
+from lab.arguments import (  # noqa: E402
+    case_name,
+    non_negative_float,
+    positive_float,
+    positive_int,
+)
 from lab.contest import Contest, ContestError, Side  # noqa: E402
 from lab.remote import end_on_signals  # noqa: E402
 
@@ -141,7 +145,7 @@ def show(found: Sequence[verdicts.Verdict], sides: tuple[Side, Side], console: A
     table = Table(title=f"{head}, compared with {base}", title_justify="left")
     for name in ("case", "metric"):
         table.add_column(name)
-    for name in ("head ÷ base", "interval"):
+    for name in ("head ÷ base", "interval, or counts"):
         table.add_column(name, justify="right")
     table.add_column("verdict")
     colors = {
@@ -168,8 +172,8 @@ def _numbers(verdict: verdicts.Verdict) -> tuple[str, str]:
     """Cells of the ratio and of its interval."""
     if math.isnan(verdict.ratio):
         return "", ""
-    if verdict.low == verdict.high:
-        return f"{verdict.ratio:.3f}", "exact"
+    if verdict.base is not None and verdict.head is not None:
+        return f"{verdict.ratio:.3f}", f"{verdict.base:,.6g} → {verdict.head:,.6g}"
     return f"{verdict.ratio:.3f}", f"{verdict.low:.3f} .. {verdict.high:.3f}"
 
 
@@ -205,7 +209,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cases",
         nargs="+",
-        choices=sorted(CASES),
+        type=case_name,
         metavar="CASE",
         default=[*contest.QUICK_COUNTS, *contest.QUICK],
     )

@@ -59,7 +59,7 @@ sys.path.append(str(REPO_ROOT / "benchmark"))
 
 from lab import asv_files, devices  # noqa: E402
 from lab.arguments import positive_float, positive_int  # noqa: E402
-from lab.cases import CASES  # noqa: E402
+from lab.cases import CASES, check_name  # noqa: E402
 from lab.history import PROCESSES_VARIABLE, ROUNDS_VARIABLE  # noqa: E402
 from lab.remote import end_on_signals, environment  # noqa: E402
 from lab.run import by_setup, run_cases  # noqa: E402
@@ -636,9 +636,11 @@ def _write(path: Path | None, document: dict[str, Any]) -> None:
 
 
 def _main_occupancy(args: argparse.Namespace) -> int:
-    for case in args.cases:
-        if case not in CASES:
-            raise BenchError(f"there is no case {case!r}")
+    try:
+        for case in args.cases:
+            check_name(case)
+    except ValueError as error:
+        raise BenchError(str(error)) from error
     found = packages(REPO_ROOT)
     device = devices.choose(args.device)
     clock, options = Clock(args.seconds), args.model_options.split()

@@ -457,17 +457,15 @@ def read(repo: Path, directories: Sequence[Path], processes: int = PROCESSES) ->
         )
     if number := foreign(found):
         notes.append(f"{wording.counted(number, 'result')} left out: not one number for each case.")
-    return Results(
-        list(machines.values()),
-        commits,
-        make_questions(repo, found),
-        measured,
-        processes,
-        notes + _sample_notes(measured, processes),
+    results = Results(
+        list(machines.values()), commits, make_questions(repo, found), measured, processes, notes
     )
+    notes += _sample_notes(results)
+    return results
 
 
-def _sample_notes(measured: dict[Key, Measured], processes: int) -> list[str]:
+def _sample_notes(results: Results) -> list[str]:
+    measured, processes = results.measured, results.processes
     numbers = [m for m in measured.values() if m.value is not None and not math.isnan(m.value)]
     notes = []
     if failed := sum(m.value is None for m in measured.values()):
@@ -475,7 +473,9 @@ def _sample_notes(measured: dict[Key, Measured], processes: int) -> list[str]:
             f"{wording.counted(failed, 'number')} could not be had: the measurement failed."
         )
     if not any(m.samples for m in numbers):
-        notes.append("These results have no samples, so nothing is known of their noise.")
+        # What is counted needs none.
+        if any(results.varies(key.question, key.metric) for key in measured):
+            notes.append("These results have no samples, so nothing is known of their noise.")
     elif odd := sum(bool(m.samples) and len(m.samples) % processes != 0 for m in numbers):
         notes.append(
             f"{wording.counted(odd, 'number')} with samples that do not divide into {processes} "

@@ -7,6 +7,7 @@ which answers it in the time that a person waits; all of them together are the l
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -265,3 +266,17 @@ CASES: Final[dict[str, Case]] = {
     f"{question}/{case.name}": case for question, cases in QUESTIONS.items() for case in cases
 }
 """By "question/name"."""
+
+
+def check_name(name: str) -> None:
+    """See that there is a case of that name.
+
+    Raises
+    ------
+    ValueError
+        If not; names those that are called much like it.
+    """
+    if name not in CASES:
+        near = difflib.get_close_matches(name, CASES, n=4, cutoff=0.5)
+        hint = f"there are {', '.join(near)}; " if near else ""
+        raise ValueError(f"no case {name!r}; {hint}benchmark/lab/cases.py has all")

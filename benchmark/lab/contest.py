@@ -200,7 +200,7 @@ def _serve(channel: Any, package: str, threads: int, scratch: str) -> None:
         except Unsupported as error:
             answer = {"unsupported": str(error)}
         except Exception:
-            answer = {"error": traceback.format_exc(limit=-4)}
+            answer = {"error": traceback.format_exc(limit=-4, chain=False)}
         try:
             channel.send(answer)
         except OSError:
@@ -413,9 +413,12 @@ class Contest:
 
     def _leave_out(self, case: str, side: Side, why: str) -> None:
         self._cases.remove(case)
-        self.notes.append(f"{case} left out: {side.name}: {why}")
         if side is not self.sides[0]:
             self._fixed.append(verdicts.failure(case))
+        else:
+            # Whoever reads this looks after the head, and does not look for a mistake in the base.
+            why = why.splitlines()[-1]
+        self.notes.append(f"{case} left out: {side.name}: {why}")
         for pair in self.pairs:
             pair.base.pop(case)
             pair.head.pop(case)

@@ -34,11 +34,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 DECODE_MODES = frozenset({"DECODE", "MIXED"})
 
-# Metrics in units of time. Each exists as a ratio to the anchor too, under its name and "_ratio".
+RATIO: Final = "_ratio"
+"""Ends the name of a metric that is a time by the time of an anchor beside it."""
+
+# Metrics in units of time. Each exists as a ratio to the anchor too, under its name and `RATIO`.
 TIME_UNITS = {
     "us_per_token": 1e-6,
     "itl_p50_ms": 1e-3,
@@ -345,7 +348,7 @@ def with_ratios(
     for metrics, before, after in zip(rounds, anchors, anchors[1:], strict=False):
         anchor = (before + after) / 2
         ratios = {
-            f"{name}_ratio": value * TIME_UNITS[name] / anchor
+            f"{name}{RATIO}": value * TIME_UNITS[name] / anchor
             for name, value in metrics.items()
             if name in TIME_UNITS
         }

@@ -16,24 +16,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from lab.arguments import positive_int
-from lab.cases import CASES, PROCESSES
+from lab.cases import CASES, PROCESSES, check_name
 from lab.formats import significant
-from lab.metrics import summarise
+from lab.metrics import RATIO, summarise
 from lab.remote import end_on_signals, environment
 
 # Seconds without any event after which a worker is killed. It notices a stall itself, far earlier.
 SILENCE_S = 300.0
-
-# Columns of the table, of which those that no case has are left out.
-SHOWN: Final = (
-    *("tokens_per_s", "us_per_token", "us_per_token_ratio", "itl_p50_ms", "itl_p99_ms"),
-    *("accepted_length", "forward_occupancy", "fwd_occupancy", "host_us_per_step", "prepare_us"),
-    *("merge_us", "filter_us", "us_per_step", "us_per_join", "blocking_per_step"),
-    *("transfer_bytes_per_step", "peak_step_bytes", "penalty_state_bytes"),
-)
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -49,8 +41,7 @@ def by_setup(names: Iterable[str]) -> list[list[str]]:
     """
     groups: dict[Any, list[str]] = {}
     for name in names:
-        if name not in CASES:
-            raise ValueError(f"no case {name!r}; there are {', '.join(CASES)}")
+        check_name(name)
         groups.setdefault(CASES[name].engine_key, []).append(name)
     return list(groups.values())
 
@@ -243,13 +234,27 @@ def _print_table(results: dict[str, Event]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    names = [name for name in SHOWN if any(name in r.get("metrics", {}) for r in results.values())]
-    table = Table("case", *(name.replace("_", " ") for name in names))
+    table = Table()
+    for name in ("case", "metric"):
+        table.add_column(name, no_wrap=True)
+    for name in ("median", "in anchors"):
+        table.add_column(name, justify="right")
     for case, result in results.items():
         found = result.get("metrics", {})
-        cells = [significant(found[n]) if n in found else "" for n in names]
-        table.add_row(case, *cells if found else [f"[bold]{result['outcome']}[/]"])
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        if not found:
+            table.add_row(case, f"[bold]{result['outcome']}[/]", end_section=True)
+            continue
+        names = [name for name in found if not name.endswith(RATIO)]
+        for name in names:
+            ratio = found.get(name + RATIO)
+            table.add_row(
+                case if name == names[0] else "",
+                name.replace("_", " "),
+                significant(found[name]),
+                "" if ratio is None else significant(ratio),
+                end_section=name == names[-1],
+            )
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

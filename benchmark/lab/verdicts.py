@@ -60,6 +60,9 @@ class Verdict:
         Head by base; above 1 is slower.
     low, high : float
         Bounds of the ratio.
+    base, head : float, optional
+        What was counted of each; None where it was timed, as times of two sides are never looked at
+        but in pairs.
     """
 
     metric: str
@@ -67,6 +70,8 @@ class Verdict:
     ratio: float
     low: float
     high: float
+    base: float | None = None
+    head: float | None = None
 
     def within(self, tolerance: float) -> Verdict:
         """The same where a difference is allowed that is no larger than that."""
@@ -83,7 +88,7 @@ def count(metric: str, base: float, head: float) -> Verdict:
     """The verdict on something counted, which is the same each time: any difference is certain."""
     ratio = 1.0 if base == head else head / base if base else math.inf
     verdict = SAME if ratio == 1 else SLOWER if ratio > 1 else FASTER
-    return Verdict(metric, verdict, ratio, ratio, ratio)
+    return Verdict(metric, verdict, ratio, ratio, ratio, base, head)
 
 
 def intervals(

@@ -1,4 +1,4 @@
-"""``lab.arguments``: numbers of a command line."""
+"""``lab.arguments``: values of a command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lab.arguments import positive_float, positive_int
+from lab.arguments import case_name, positive_float, positive_int
 
 
 def test_numbers_are_taken() -> None:
@@ -27,3 +27,14 @@ def test_what_is_no_positive_finite_number_is_refused(text: str) -> None:
     said = f"must be a finite number above 0, got {text!r}"
     with pytest.raises(argparse.ArgumentTypeError, match=f"^{re.escape(said)}$"):
         positive_float(text)
+
+
+def test_a_case_that_there_is_not_is_refused_with_those_that_are_near() -> None:
+    assert case_name("decode/tiny-b8") == "decode/tiny-b8"
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        case_name("decode/tiny-b88")
+    said = str(caught.value)
+    assert said.startswith("no case 'decode/tiny-b88'; there are decode/tiny-b8, ")
+    assert said.endswith("; benchmark/lab/cases.py has all") and len(said) < 200
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^no case 'x'; benchmark/lab/cases\.py"):
+        case_name("x")

@@ -42,7 +42,7 @@ class FakeWorker:
         if case == f"new to {self._side.name}":
             return None
         if case == f"bad for {self._side.name}":
-            raise CaseError(case, self._side, "it broke")
+            raise CaseError(case, self._side, "Traceback:\n  here\nit broke")
         if case == "transfers/plain":
             # What is counted in a part of a case is not what the case has.
             assert not warm_up
@@ -127,7 +127,9 @@ def test_what_the_base_cannot_do_is_left_out(
 def test_what_only_the_head_cannot_do_is_a_verdict(fake: list[tuple[str, str]], case: str) -> None:
     found = make([case])
     found.prepare()
-    assert found.is_settled and found.notes[0].startswith(f"{case} left out: head: ")
+    # All that is known: it is the head's author who reads this.
+    why = {"new": "has no API for it", "bad": "Traceback:\n  here\nit broke"}[case[:3]]
+    assert found.is_settled and found.notes == [f"{case} left out: head: {why}"]
     (verdict,) = found.judge()
     assert (verdict.metric, verdict.verdict) == (case, "fails") and math.isnan(verdict.ratio)
 
@@ -185,7 +187,7 @@ def test_a_side_has_so_much_time_to_show_what_it_can_do(
     found.prepare()
     # The limit is asked for at 0, and the cases are begun at 100, 200 and 300, of each side.
     assert found.notes == [
-        "bad for head left out: head: it broke",
+        "bad for head left out: head: Traceback:\n  here\nit broke",
         "two left out: base: not reached within 240 s",
     ]
 
@@ -198,8 +200,9 @@ def test_what_is_counted_is_asked_once_and_any_difference_is_certain(
     assert found.is_settled
     blocking, all_of_them = found.judge()
     assert blocking == verdicts.Verdict(
-        "transfers/plain blocking_per_step", "slower", math.inf, math.inf, math.inf
+        "transfers/plain blocking_per_step", "slower", math.inf, math.inf, math.inf, 0.0, 1.0
     )
+    assert bench_gate._numbers(blocking) == ("inf", "0 → 1")
     assert (all_of_them.verdict, all_of_them.ratio) == ("same", 1.0)
     # Within the tolerance it does not count.
     assert verdicts.count("bytes", 1000, 1009).within(0.01).verdict == "same"
@@ -267,6 +270,7 @@ def test_a_transfer_that_blocks_is_found_from_the_command_line(tmp_path: Path) -
     blocking = found["verdicts"][0]
     assert blocking["metric"] == "transfers/plain blocking_per_step"
     assert (blocking["verdict"], blocking["ratio"]) == ("slower", None)
+    assert blocking["base"] == 0.0 and blocking["head"] >= 1.0
 
 
 def test_a_package_that_fails_is_named(tmp_path: Path) -> None:
@@ -282,7 +286,8 @@ def test_a_package_that_fails_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert f"decode/tiny-b8 left out: {tmp_path}: " in done.stderr
-    assert "broken on purpose" in done.stderr
+    # The base's is no matter of whoever reads this.
+    assert "broken on purpose" in done.stderr and "Traceback" not in done.stderr
     said = json.loads(done.stdout)["error"]
     assert said.count("decode/tiny-b8 left out") == 1 and "broken on purpose" in said
 
@@ -297,7 +302,10 @@ def test_a_package_that_fails_is_named(tmp_path: Path) -> None:
         ),
         (["HEAD", "HEAD", "--minutes", "0"], "--minutes: must be a finite number above 0, got '0'"),
         (["HEAD", "HEAD", "--rounds", "1.5"], "--rounds: must be a whole number of at least 1"),
-        (["HEAD", "HEAD", "--cases", "decode/none"], "decode/none"),
+        (
+            ["HEAD", "HEAD", "--cases", "decode/tny-b8"],
+            "no case 'decode/tny-b8'; there are decode/tiny-b8, ",
+        ),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:

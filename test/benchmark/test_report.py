@@ -24,7 +24,7 @@ import gpu_landmarks
 import report
 from lab.cases import PROCESSES
 from lab.report import changes, page, plots, texts, wording
-from lab.report.data import Key, Machine, Measured, Results
+from lab.report.data import Key, Machine, Measured, Question, Results
 
 
 @pytest.fixture(scope="module")
@@ -614,6 +614,12 @@ def test_results_without_samples_have_no_band(repo: Path, shas: list[str], tmp_p
     assert math.isnan(change.low)
     text = page.render(found)
     assert "No noise band" in text
+    # Of what is counted nobody misses any.
+    for unit, notes in (("us", 1), ("bytes", 0)):
+        question = Question("memory", "?", {"case": True}, {"number": unit})
+        number = {Key(CPU, shas[0], "memory", "number", "case"): Measured(1.0)}
+        alone = Results([Machine(CPU, "CPU")], [], {"memory": question}, number, processes=3)
+        assert len(report._sample_notes(alone)) == notes
     assert "-band-" not in text
 
 

@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from lab import verdicts
 from lab.report import changes, page, plots, texts, wording
 from lab.report.data import Commit, Key, Machine, Measured, Question, Results
 
@@ -89,6 +90,29 @@ def test_processes_without_a_logarithm_have_no_noise_that_is_known(
     for case in ("case", "other"):
         assert change(results, case).verdict == changes.NO_INTERVAL
     page.render(results)
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        (1000.0, changes.SAME),
+        (1009.0, changes.ALIKE),
+        (991.0, changes.ALIKE),
+        (1011.0, changes.WORSE),
+        (989.0, changes.BETTER),
+    ],
+)
+def test_what_is_counted_may_differ_by_as_much_as_the_gate_allows(
+    after: float, verdict: str
+) -> None:
+    results = make("bytes", case=(1000.0, after), none=(0.0, 0.001))
+    found = change(results, "case")
+    assert (found.verdict, found.ratio, found.low) == (verdict, after / 1000, after / 1000)
+    gate = verdicts.count("", 1000.0, after).within(verdicts.TOLERANCE).verdict
+    assert (gate == verdicts.SAME) == (verdict in (changes.SAME, changes.ALIKE))
+    # A share of nothing is nothing.
+    assert change(results, "none").verdict == changes.WORSE
+    assert changes.ALIKE == "the same to 1%" and texts.summary([found]).startswith("1 ")
 
 
 def test_an_exact_number_is_held_against_one_that_varies() -> None:

@@ -322,6 +322,26 @@ def test_unknown_cases_are_named() -> None:
         worker.measure_all(names, 1, worker.Events(io.StringIO()))
 
 
+def test_the_table_has_all_of_each_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole names, and each ratio beside its time."""
+    name = "decode/tiny-b8-chain-penalties-normal"
+    metrics = {"us_per_token": 8.0, "accepted_length": 2.5, "us_per_token_ratio": 0.00194}
+    results = {
+        name: {"case": name, "outcome": "done", "metrics": metrics},
+        "mixed/tiny-b8": {"case": "mixed/tiny-b8", "outcome": "stalls", "detail": "no token"},
+    }
+    monkeypatch.setattr(run, "run_cases", lambda *_, **__: results)
+    assert run.main(list(results)) == 0
+    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [[cell.strip() for cell in line] for line in lines if len(line) == 4] == [
+        [name, "us per token", "8.000", "0.001940"],
+        ["", "accepted length", "2.500", ""],
+        ["mixed/tiny-b8", "stalls", "", ""],
+    ]
+
+
 def test_processes_of_a_case_are_apart_and_its_rounds_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -162,6 +162,7 @@ FIXED_RESULTS = BASE_RESULTS | {
     "decode.Decode.track_us_per_token": {"tiny-b8": 200.0},
     "decode.Decode.track_us_per_token_ratio": {"tiny-b8": 0.005},
     "decode.Decode.track_itl_p50_ms_ratio": {"tiny-b8": 0.04},
+    "decode.Decode.track_itl_p99_ms": {"tiny-b8": 9.0},
     "mixed.Mixed.track_stalled": {"tiny-b8": 0.0},
     "mixed.Mixed.track_us_per_token": {"tiny-b8": 250.0},
     "decode.Decode.track_steps_per_token": {"tiny-b8-normal": None},
@@ -281,7 +282,9 @@ def test_what_the_table_says(found: list[bench.Values]) -> None:
     accepted = rows["decode", "tiny-b8-normal", "accepted length ↑"]
     assert accepted == ["1.60", "[red]failed[/]"]
     assert rows["memory", "plain", "peak of a step, MB ↓"] == ["[dim]n/a[/]"] * 2
-    assert rows["decode", "tiny-b8", "ITL p99, ms ↓"] == ["[dim]not measured[/]"] * 2
+    assert rows["decode", "tiny-b8", "ITL p99, ms ↓"] == ["[dim]not measured[/]", "9.00"]
+    # No commit has any.
+    assert ("memory", "plain", "penalties, MB ↓") not in rows
 
 
 @pytest.mark.parametrize(
@@ -423,6 +426,40 @@ def test_a_table_alone_writes_nothing(
     assert bench.main(["--repo", str(repo), "--table", "--machine", MACHINE]) == 0
     assert "10,000" in capsys.readouterr().out
     assert sorted(repo.rglob("*")) == before
+
+
+def test_a_table_of_what_is_asked_for(
+    repo: Path, measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = {
+        "decode.Decode.track_us_per_token": {"tiny-b8": 100.0, "tiny-b8-normal": 200.0},
+        "decode.DecodeMore.track_us_per_token": {"real-b32": 300.0},
+        "decode.Decode.track_itl_p50_ms": {"tiny-b8": 4.0, "tiny-b8-normal": 5.0},
+        "mixed.Mixed.track_us_per_token": {"tiny-b8": math.nan},
+        "mixed.Mixed.track_stalled": {"tiny-b8": 1.0},
+    }
+    sha = git(repo, "rev-parse", "HEAD").strip()
+    write_results(repo, sha, results)
+
+    def shown(*options: str) -> str:
+        status = bench.main(["--repo", str(repo), "--table", "--machine", MACHINE, *options])
+        out, err = capsys.readouterr()
+        assert (status, err) == (0, "") or (status == 1 and not out)
+        return out + err
+
+    table = shown()
+    assert all(text in table for text in ("10,000", "5,000", "4.00", "5.00", "mixed"))
+    table = shown("--bench", r"decode.*token\('tiny-b8'")
+    assert "10,000" in table and "ITL" not in table
+    assert not any(text in table for text in ("5,000", "mixed", "not measured"))
+    table = shown("--bench", "^mixed", "--bench", "itl_p50")
+    assert all(text in table for text in ("mixed", "4.00", "5.00")) and "10,000" not in table
+    # It is of a question with many cases, and not of its quick set.
+    assert "3,333" not in shown() and "3,333" in shown("--bench", "real-b32", "--full")
+    assert "no results of ^gone to be shown: run" in shown("--bench", "^gone")
+    with pytest.raises(SystemExit):
+        bench.main(["--repo", str(repo), "--bench", "(x"])
+    assert "'(x' is no regular expression" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--table"], []])

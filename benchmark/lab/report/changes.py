@@ -10,10 +10,12 @@ from typing import Final
 from lab.report import wording
 from lab.report.data import NUMBER, STALLS, Commit, Key, Machine, Reading, Results
 from lab.report.noise import CONFIDENCE, Noise
+from lab.verdicts import TOLERANCE
 
 BETTER, WORSE, WITHIN_NOISE = "better", "worse", "within noise"
 PERHAPS_BETTER, PERHAPS_WORSE = "perhaps better", "perhaps worse"
-SAME, NO_INTERVAL, NOT_COMPARABLE = "the same", "noise not known", "not comparable"
+SAME, ALIKE = "the same", f"the same to {TOLERANCE:.0%}"
+NO_INTERVAL, NOT_COMPARABLE = "noise not known", "not comparable"
 RUNS_NOW, STALLS_NOW, STILL_STALLS = "runs now", "stalls now", "still stalls"
 
 # Verdicts in the order of a table; better and worse stand among each other, by their size.
@@ -25,6 +27,7 @@ _ORDER: Final = (
     (STILL_STALLS,),
     (NO_INTERVAL,),
     (WITHIN_NOISE,),
+    (ALIKE,),
     (SAME,),
     (NOT_COMPARABLE,),
 )
@@ -269,6 +272,9 @@ def _verdict(first: Reading, second: Reading, noise: Noise | None, family: int) 
     if _is_certain(first, second):
         if _is_same(first, second):
             return SAME
+        # A page of memory more or less is not what anybody looks for, nor what the gate calls a change.
+        if first.value and abs(second.value / first.value - 1) <= TOLERANCE:
+            return ALIKE
         return BETTER if second.value < first.value else WORSE
     if noise is None or not (first.logs and second.logs):
         return NO_INTERVAL

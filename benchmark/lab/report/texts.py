@@ -100,6 +100,7 @@ def summary(found: Sequence[changes.Change]) -> str:
         (changes.WORSE,): "worse",
         (changes.PERHAPS_BETTER, changes.PERHAPS_WORSE): "perhaps",
         (changes.WITHIN_NOISE,): "within noise",
+        (changes.ALIKE,): changes.ALIKE,
         (changes.SAME,): "exactly the same",
         (changes.NO_INTERVAL,): "of unknown noise",
         (changes.STILL_STALLS,): "still stall",

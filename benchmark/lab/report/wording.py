@@ -8,10 +8,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from lab.formats import significant
+from lab.metrics import RATIO
 from lab.report.data import STALLED, Machine, Question
-
-RATIO: Final = "_ratio"
-"""Ends the name of a metric that is a time by the time of an anchor beside it."""
 
 # In this order; questions and metrics that are not here come behind, under their own names.
 QUESTION_ORDER: Final = (
