@@ -22,7 +22,6 @@ Examples
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import math
@@ -89,8 +88,11 @@ def side(repo: Path, name: str) -> Side:
         try:
             with tarfile.open(fileobj=io.BytesIO(done.stdout)) as members:
                 members.extractall(partial, filter="data")
-            with contextlib.suppress(OSError):  # another call was faster
+            try:
                 partial.rename(target)
+            except OSError as error:
+                if not target.is_dir():  # no other call was faster
+                    raise ProofError(f"the package of {name} has no place: {error}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     if not (package / "sglang" / "__init__.py").is_file():

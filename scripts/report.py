@@ -40,6 +40,7 @@ sys.path.append(str(REPO_ROOT / "benchmark"))
 from lab.arguments import positive_int  # noqa: E402
 from lab.asv_files import FormError, read_benchmarks, read_machine, read_result  # noqa: E402
 from lab.cases import PROCESSES  # noqa: E402
+from lab.remote import end_on_signals  # noqa: E402
 from lab.report import wording  # noqa: E402
 from lab.report.data import Commit, Key, Machine, Measured, Question, Results  # noqa: E402
 from lab.report.page import anchors, render  # noqa: E402
@@ -606,4 +607,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

@@ -35,6 +35,7 @@ from lab import models
 from lab.cases import DRAFT_SHAPES, Case, Setup
 from lab.fake_engine import MEANT, watched_engine
 from lab.metrics import WorkNotDone, check_pools, check_results
+from lab.remote import end_on_signals
 from lab.transfer_ledger import Transfer, TransferLedger, blocking_of, render, totals_of
 
 PENALTIES: dict[str, dict[str, Any]] = {
@@ -305,4 +306,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

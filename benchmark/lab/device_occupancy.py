@@ -27,6 +27,7 @@ from typing import Any, Final
 from lab import devices, models
 from lab.arguments import positive_int
 from lab.cases import Case, Setup
+from lab.remote import end_on_signals
 from lab.sessions import Session
 
 # Its config.json, as far as the engine reads it.
@@ -143,7 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    end_on_signals()
+    try:
+        status = main()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
     # Threads of an engine of another commit may hold up an ordinary exit.
     sys.stdout.flush()
     os._exit(status)

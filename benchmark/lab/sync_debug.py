@@ -42,6 +42,7 @@ from lab.audit_transfers import (
     output_len_for,
 )
 from lab.metrics import WorkNotDone
+from lab.remote import end_on_signals
 
 # Speculation, and the penalties' backend. The dense one has the copy that fix #28500 is about.
 RUNS: Final = (("none", "sparse"), ("chain", "sparse"), ("tree", "sparse"), ("chain", "dense"))
@@ -210,4 +211,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -360,6 +361,31 @@ def test_an_interrupted_extraction_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         bench_gate.side(repo, "HEAD")
     assert list((repo / ".asv" / "gate").iterdir()) == []
+
+
+def test_a_package_without_a_place_is_no_commit_without_a_package(
+    repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(bench_gate.ProofError, match=r"package of HEAD has no place: .*No space"):
+        bench_gate.side(repo, "HEAD")
+    assert list((repo / ".asv" / "gate").iterdir()) == []
+
+
+def test_another_call_may_be_faster(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has put the package there, and a folder that is not empty cannot be renamed to."""
+    rename = Path.rename
+
+    def late(self: Path, target: Path) -> None:
+        shutil.copytree(self, target)
+        rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    assert (Path(bench_gate.side(repo, "HEAD").package) / "sglang" / "__init__.py").is_file()
+    assert len(list((repo / ".asv" / "gate").iterdir())) == 1
 
 
 def test_the_time_that_there_is_may_be_any(
