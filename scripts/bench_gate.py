@@ -8,7 +8,8 @@ commits, or directories that hold ``sglang`` (``python`` is the working tree's).
 
 The exit status is 1 if anything is slower or fails, 2 if nothing could be measured, and with
 ``--strict`` 3 if there is something that cannot be told; else 0. With ``--json`` what is printed is an
-object in any case; it has ``error`` where nothing could be measured.
+object, also where nothing could be measured: then it has ``error``. (A command line that is wrong, and
+an interrupt, print none.)
 
 Examples
 --------
@@ -27,7 +28,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import time
@@ -37,27 +37,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from prove_fixes import ProofError, git
+from prove_fixes import ProofError, git, git_bytes
 
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.append(str(REPO_ROOT / "benchmark"))
 
-from lab import contest, verdicts  # noqa: E402
-from lab.arguments import (  # noqa: E402
-    case_name,
-    non_negative_float,
-    positive_float,
-    positive_int,
-)
-from lab.contest import Contest, ContestError, Side  # noqa: E402
-from lab.remote import end_on_signals  # noqa: E402
+try:
+    from lab import contest, verdicts
+    from lab.arguments import case_name, non_negative_float, positive_float, positive_int
+    from lab.contest import Contest, ContestError, Side
+    from lab.remote import end_on_signals
+except ImportError as error:
+    # 1 would say that something is slower.
+    print(f"bench_gate: error: {error}; .venv/bin/python has what it needs", file=sys.stderr)
+    raise SystemExit(2) from error
 
 ENOUGH_PAIRS: Final = 12
 """Pairs that are measured where ``--minutes`` are too few for them. With eight, the fewest that can be
-judged, 3 of 11 slowdowns by 5% were missed; ``benchmark/gate-trials.jsonl`` has them."""
+judged, 3 of 11 slowdowns by 5% were missed."""
 MOST_MINUTES: Final = 14.0
 """But not for longer than this, and a pair more: then there is what there is."""
 MAX_PAIRS: Final = 300
+DEFAULT_CASES: Final = (*contest.QUICK_COUNTS, *contest.QUICK)
 Tick = Callable[[str], None]
 
 
@@ -79,14 +80,13 @@ def side(repo: Path, name: str) -> Side:
     target = repo / ".asv" / "gate" / sha
     package = target / "python"
     if not target.is_dir():
-        done = subprocess.run(
-            ["git", "-C", str(repo), "archive", sha, "python"], capture_output=True
-        )
-        if done.returncode != 0:
-            raise ProofError(f"{name} has no package: {done.stderr.decode().strip()}")
+        try:
+            archive = git_bytes(repo, "archive", sha, "python")
+        except ProofError as error:
+            raise ProofError(f"{name} has no package: {error}") from error
         partial = target.with_name(f"{sha}.{os.getpid()}")
         try:
-            with tarfile.open(fileobj=io.BytesIO(done.stdout)) as members:
+            with tarfile.open(fileobj=io.BytesIO(archive)) as members:
                 members.extractall(partial, filter="data")
             try:
                 partial.rename(target)
@@ -112,10 +112,13 @@ def compare(
 ) -> Contest:
     """Measure as many pairs as there is time for; for `ENOUGH_PAIRS` there are `MOST_MINUTES`.
 
+    Time runs from the start, and what is counted takes its part of it.
+
     Only the clock ends it, which knows nothing of the result: who goes on until there is a difference
     finds one.
     """
     started = time.monotonic()
+    longest = 60 * max(minutes, MOST_MINUTES)
     with contest.forking(threads=1) as context:
         found = Contest(context, base, head, cases, rounds)
         tick("compiling")
@@ -124,12 +127,13 @@ def compare(
         while not found.is_settled:
             begun = time.monotonic()
             if found.run_pair(tick) is None:
+                if time.monotonic() - started > longest:
+                    break
                 continue
             done, now = len(found.pairs), time.monotonic()
             spent += now - begun
             within, at_most = (
-                done + (started + 60 * limit - now) / (spent / done)
-                for limit in (minutes, max(minutes, MOST_MINUTES))
+                done + (started + limit - now) / (spent / done) for limit in (60 * minutes, longest)
             )
             total = max(int(min(max(within, ENOUGH_PAIRS), at_most, MAX_PAIRS)), done)
             on_pair(done, total)
@@ -175,7 +179,10 @@ def _numbers(verdict: verdicts.Verdict) -> tuple[str, str]:
     if math.isnan(verdict.ratio):
         return "", ""
     if verdict.base is not None and verdict.head is not None:
-        return f"{verdict.ratio:.3f}", f"{verdict.base:,.6g} → {verdict.head:,.6g}"
+        counts = (
+            f"{n:,.0f}" if n == round(n) else f"{n:,.4g}" for n in (verdict.base, verdict.head)
+        )
+        return f"{verdict.ratio:.3f}", " → ".join(counts)
     return f"{verdict.ratio:.3f}", f"{verdict.low:.3f} .. {verdict.high:.3f}"
 
 
@@ -199,6 +206,8 @@ def _as_json(found: Contest, judged: Sequence[verdicts.Verdict]) -> dict[str, An
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     summary = (__doc__ or "").partition("\n")[0]
+    rounds = [contest.ROUNDS, *(turns.rounds for turns in contest.QUICK.values())]
+    few, many = min(rounds), max(rounds)
     parser = argparse.ArgumentParser(prog="bench_gate.py", description=summary)
     parser.add_argument("base", help="a commit, or a directory that holds sglang")
     parser.add_argument("head", help="likewise")
@@ -213,24 +222,24 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         type=case_name,
         metavar="CASE",
-        default=[*contest.QUICK_COUNTS, *contest.QUICK],
+        default=list(DEFAULT_CASES),
     )
     parser.add_argument(
         "--rounds",
         type=positive_int,
-        help="of each case in a pair (default: 4 to 10, see lab.contest)",
+        help=f"of each case in a pair (default: {few} to {many}, see lab.contest)",
     )
     parser.add_argument(
         "--tolerance",
         type=non_negative_float,
         default=verdicts.TOLERANCE,
-        help="a smaller difference is none (default: 1%%)",
+        help="a difference up to this is none (default: %(default)s)",
     )
     parser.add_argument(
         "--margin",
         type=positive_float,
-        default=0.03,
-        help="within which 'same' is certain (default: 3%%)",
+        default=verdicts.MARGIN,
+        help="within which 'same' is certain (default: %(default)s)",
     )
     parser.add_argument("--strict", action="store_true", help="fail where something cannot be told")
     parser.add_argument("--json", action="store_true", help="print JSON; the rest goes to stderr")
@@ -251,12 +260,11 @@ def _fail(message: str, as_json: bool) -> int:
     return 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def gate(args: argparse.Namespace) -> int:
     """Compare and print; return the exit status."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    args = parse_args(argv)
     started = time.monotonic()
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
     bar = Progress(
@@ -275,28 +283,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             seconds = time.monotonic() - started
             console.print(f"[{seconds:6.0f} s] {done} of {total} pairs", markup=False)
 
-    try:
-        sides = (side(args.repo, args.base), side(args.repo, args.head))
-        with bar:
-            task = bar.add_task("pairs of processes", total=None, what="")
-            found = compare(
-                *sides,
-                args.cases,
-                args.minutes,
-                args.rounds,
-                on_pair,
-                lambda what: bar.update(task, what=what),
-            )
-        judged = found.judge(tolerance=args.tolerance, margin=args.margin)
-    except (ContestError, ProofError) as error:
-        return _fail(str(error), args.json)
-    except KeyboardInterrupt:
-        print("bench_gate: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        # An uncaught one would end with 1, which says that something is slower.
-        traceback.print_exc()
-        return _fail(f"{type(error).__name__}: {error}", args.json)
+    sides = (side(args.repo, args.base), side(args.repo, args.head))
+    with bar:
+        task = bar.add_task("pairs of processes", total=None, what="")
+        found = compare(
+            *sides,
+            args.cases,
+            args.minutes,
+            args.rounds,
+            on_pair,
+            lambda what: bar.update(task, what=what),
+        )
+    judged = found.judge(tolerance=args.tolerance, margin=args.margin)
     show(judged, sides, console)
     for note in found.notes:
         console.print(note, markup=False)
@@ -313,6 +311,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verdicts.SLOWER in kinds or verdicts.FAILS in kinds:
         return 1
     return 3 if args.strict and verdicts.CANNOT_TELL in kinds else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print; return the exit status."""
+    args = parse_args(argv)
+    try:
+        return gate(args)
+    except (ContestError, ProofError) as error:
+        return _fail(str(error), args.json)
+    except KeyboardInterrupt:
+        print("bench_gate: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        # An uncaught one would end with 1, which says that something is slower.
+        traceback.print_exc()
+        return _fail(f"{type(error).__name__}: {error}", args.json)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """How often does the gate raise a false alarm, and how often does it miss a slowdown?
 
-Each trial is one comparison by `bench_gate`, between copies of the working tree's package in folders of
-their own. In ``same`` nothing is changed; in ``slow-5`` and ``slow-10`` each decode step's host work has
-been made 5 or 10 percent longer, by a loop whose length is measured first, as a share of
-``host_us_per_step`` of the case ``scheduler/b8``, where nothing but the host's work is done. The loop
-stands in the step's preparation, in what makes its forward batch, or in what handles its results, in
-turn. A trial of ``same`` that calls any metric faster or slower is a false alarm; one of the others that
-calls none slower, or any faster, is a miss.
+Each trial is one comparison by `bench_gate`, of the cases that it has by default, between copies of the
+working tree's package in folders of their own. In ``same`` nothing is changed; in ``slow-5`` and
+``slow-10`` each decode step's host work has been made 5 or 10 percent longer, by a loop whose length is
+measured first, as a share of ``host_us_per_step`` of the case ``scheduler/b8``, where nothing but the
+host's work is done. The loop stands in the step's preparation, in what makes its forward batch, or in
+what handles its results, in turn. A trial of ``same`` that calls any metric faster or slower, or says
+that a case fails, is a false alarm; one of the others that calls none slower, or any faster, is a miss.
 
 Trials are appended to a file, one line of JSON each, with what tells one gate from another: the
 version of what is measured (`lab.contest`), the time it had, the pairs that it wanted at least, the time
@@ -46,7 +46,7 @@ sys.path += [str(REPO_ROOT / "benchmark"), str(REPO_ROOT / "scripts")]
 
 import numpy as np  # noqa: E402
 
-from bench_gate import ENOUGH_PAIRS, MOST_MINUTES, compare  # noqa: E402
+from bench_gate import DEFAULT_CASES, ENOUGH_PAIRS, MOST_MINUTES, compare  # noqa: E402
 from lab import contest, verdicts  # noqa: E402
 from lab.arguments import positive_float, positive_int  # noqa: E402
 from lab.contest import ContestError, Side, Worker  # noqa: E402
@@ -80,6 +80,16 @@ def _slower(self, *args, **kwargs):
 
 {function} = _slower
 """
+
+
+FIELDS: Final[dict[str, Any]] = {
+    "kind": str,
+    "gate": dict,
+    "pairs": int,
+    "seconds": (int, float),
+    "verdicts": list,
+}
+"""What each trial has, whatever it ended with."""
 
 
 class TrialsError(ValueError):
@@ -120,8 +130,10 @@ def calibrate(scratch: Path) -> float:
                 for worker in (one, other):
                     worker.run(CALIBRATED, warm_up=True)
                 for _ in range(4):
-                    found = [worker.run(CALIBRATED) for worker in (one, other)]
-                    us = [round_["host_us_per_step"] for round_ in found]
+                    us = [
+                        (worker.run(CALIBRATED) or {})["host_us_per_step"]
+                        for worker in (one, other)
+                    ]
                     host.append(us[0])
                     extra.append(us[1] - us[0])
     for side in (plain, burning):
@@ -163,7 +175,7 @@ def run_trial(base: Side, head: Side, minutes: float) -> dict[str, Any]:
     """What a comparison found, or the error that it ended with."""
     started = time.monotonic()
     load = os.getloadavg()[0]
-    cases = list(contest.QUICK)
+    cases = DEFAULT_CASES
     found: dict[str, Any] = {"pairs": 0, "verdicts": []}
     try:
         compared = compare(base, head, cases, minutes, None, lambda *_: None, lambda _: None)
@@ -197,13 +209,19 @@ def read(out: Path) -> list[dict[str, Any]]:
     Raises
     ------
     TrialsError
-        If a line is no trial; says which.
+        If there is no such file, or a line is no trial; says which.
     """
+    try:
+        lines = out.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrialsError(f"{out} is no file of trials: {error}") from error
     found = []
-    lines = out.read_text().splitlines() if out.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             trial = json.loads(line)
+            for name, kinds in FIELDS.items():
+                if not isinstance(trial[name], kinds):
+                    raise TypeError(f"{name} is {trial[name]!r}")
             found.append(trial | {"verdicts": judged_again(trial)})
         except (ValueError, TypeError, KeyError) as error:
             raise TrialsError(f"{out}, line {number} is no trial: {error!r}") from error
@@ -211,7 +229,7 @@ def read(out: Path) -> list[dict[str, Any]]:
 
 
 def judged_again(trial: dict[str, Any]) -> list[dict[str, Any]]:
-    """Verdicts on the numbers of a trial; those that it has, if it kept no numbers."""
+    """Verdicts on the numbers of a trial; those that it has, if there is no pair with numbers."""
     kept = trial["verdicts"]
     if not trial.get("logs"):
         return kept
@@ -227,7 +245,7 @@ def is_wrong(trial: dict[str, Any]) -> bool:
         return True
     kinds = [verdict["verdict"] for verdict in trial["verdicts"]]
     if trial["kind"] == "same":
-        return verdicts.SLOWER in kinds or verdicts.FASTER in kinds
+        return not {verdicts.SLOWER, verdicts.FASTER, verdicts.FAILS}.isdisjoint(kinds)
     return verdicts.SLOWER not in kinds or verdicts.FASTER in kinds
 
 
@@ -294,9 +312,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.summary:
             args.out[0].parent.mkdir(parents=True, exist_ok=True)
+            args.out[0].touch()
             run_trials(args.out[0], args.minutes, args.kinds, args.most)
         trials = [trial for out in args.out for trial in read(out)]
-    except TrialsError as error:
+    except (TrialsError, ContestError, OSError) as error:
         print(f"gate_error_rates: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -150,16 +150,22 @@ def git(repo: Path, *arguments: str) -> str:
     ProofError
         If git fails, with what it said, or if there is none.
     """
+    return git_bytes(repo, *arguments).decode()
+
+
+def git_bytes(repo: Path, *arguments: str) -> bytes:
+    """The same where that is no text."""
     # A caller that is itself a git hook must not redirect these calls to its own index.
     redirections = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE")
     environment = {key: v for key, v in os.environ.items() if key not in redirections}
     command = ["git", "-C", str(repo), *arguments]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, capture_output=True)
     except OSError as error:
         raise ProofError(f"git cannot be run: {error.strerror}") from error
     if done.returncode != 0:
-        raise ProofError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+        said = done.stderr.decode(errors="replace").strip()
+        raise ProofError(f"git {' '.join(arguments)}: {said}")
     return done.stdout
 
 

@@ -19,13 +19,14 @@ import dataclasses
 import gc
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -59,7 +60,7 @@ class Turns:
     output_len: int | None = None
 
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of what is measured: to be counted up where `QUICK`, `GATED` or a round of them gets another meaning.
 
 Error rates that were measured of one version say nothing of another."""
@@ -101,7 +102,7 @@ GATED: Final = (
     "merge_us",
     "filter_us",
 )
-"""Metrics of time that verdicts are about; of each, smaller is better."""
+"""Metrics that differ from round to round and that verdicts are about; of each, smaller is better."""
 
 COUNTED: Final = (
     "blocking_per_step",
@@ -117,7 +118,7 @@ ANSWER_S: Final = 180.0
 ROUND_S: Final = 60.0
 """Seconds for one of those that follow."""
 TRY_S: Final = 240.0
-"""Seconds in which a side has to show what it can do, so that one that hangs does not hang it all."""
+"""Seconds in which both sides have to show what they can do: one that hangs does not hang it all."""
 
 
 class ContestError(RuntimeError):
@@ -132,11 +133,28 @@ class CaseError(ContestError):
     case : str
     side : Side
     why : str
+    is_late : bool
+        Whether it has not answered yet.
     """
 
-    def __init__(self, case: str, side: Side, why: str) -> None:
+    def __init__(self, case: str, side: Side, why: str, is_late: bool = False) -> None:
         super().__init__(f"{side.name}, {case}: {why}")
-        self.case, self.side, self.why = case, side, why
+        self.case, self.side, self.why, self.is_late = case, side, why, is_late
+
+
+@dataclass(frozen=True)
+class _Inability:
+    """Why a side has no numbers of a case.
+
+    Attributes
+    ----------
+    why : str
+    is_untold : bool
+        Whether it could have had some if there had been more time.
+    """
+
+    why: str
+    is_untold: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,6 +199,8 @@ def _gated(found: Mapping[str, float]) -> dict[str, float]:
 
 def _serve(channel: Any, package: str, threads: int, scratch: str) -> None:
     """Run rounds of cases as they are asked for, in a process of its own, until it is killed."""
+    # At a terminal it is told of an interrupt too, which is whoever asks to answer.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_asker, daemon=True).start()
     os.dup2(2, 1)
     padding = _padding()  # noqa: F841
@@ -238,9 +258,9 @@ def _padding() -> list[bytearray]:
 def _round(sessions: dict[Any, Any], scratch: Path, name: str, warm_up: bool) -> dict[str, Any]:
     case = _shortened(CASES[name], name)
     if case.engine_key not in sessions:
-        directory = scratch / str(len(sessions))
-        directory.mkdir()
-        sessions[case.engine_key] = make_session(case.setup, directory)
+        # One that cannot be had leaves its directory behind.
+        directory = tempfile.mkdtemp(dir=scratch)
+        sessions[case.engine_key] = make_session(case.setup, Path(directory))
     session = sessions[case.engine_key]
     gc.collect()
     started = time.process_time()
@@ -277,6 +297,7 @@ class Worker:
 
     def __init__(self, context: Any, side: Side, threads: int) -> None:
         self.side = side
+        self._case = ""
         self._scratch = tempfile.TemporaryDirectory(prefix="lab-")
         self._channel, theirs = context.Pipe()
         arguments = (theirs, side.package, threads, self._scratch.name)
@@ -284,16 +305,25 @@ class Worker:
         self._process.start()
         theirs.close()
 
-    def run(
-        self, case: str, warm_up: bool = False, patience: float = ANSWER_S
-    ) -> dict[str, float] | None:
-        """Metrics of one round; None if the commit has no API for the case.
+    def ask(self, case: str, warm_up: bool = False) -> None:
+        """Have it run one round, whose metrics `answer` gets.
 
         Parameters
         ----------
         case : str
         warm_up : bool
             A shorter one.
+        """
+        self._case = case
+        # Who waits for the answer is told why there is none.
+        with suppress(OSError):
+            self._channel.send((case, warm_up))
+
+    def answer(self, patience: float = ANSWER_S) -> dict[str, float] | None:
+        """Metrics of the round that was asked for; None if the commit has no API for the case.
+
+        Parameters
+        ----------
         patience : float
             Seconds to wait for it.
 
@@ -302,16 +332,23 @@ class Worker:
         CaseError
             If the work was not done.
         """
+        case = self._case
         try:
-            self._channel.send((case, warm_up))
             if not self._channel.poll(patience):
-                raise CaseError(case, self.side, f"no answer for {patience:.0f} s")
+                raise CaseError(case, self.side, f"no answer for {patience:.0f} s", is_late=True)
             answer = self._channel.recv()
         except (EOFError, OSError) as error:
             raise CaseError(case, self.side, "the process has died") from error
         if "error" in answer:
             raise CaseError(case, self.side, answer["error"].strip())
         return answer.get("metrics")
+
+    def run(
+        self, case: str, warm_up: bool = False, patience: float = ANSWER_S
+    ) -> dict[str, float] | None:
+        """Have it run one round and wait for the metrics; see `ask` and `answer`."""
+        self.ask(case, warm_up)
+        return self.answer(patience)
 
     def close(self) -> None:
         """End the process."""
@@ -390,30 +427,34 @@ class Contest:
     def prepare(self) -> None:
         """See what both sides can do, count what is counted, and let each compile what it keeps.
 
-        A case that only the head fails at is a verdict; one that the base fails at, or has no API for,
-        is left out.
+        A case that only the head fails at is a verdict, and so is one that there was no time for; one
+        that the base fails at, or has no API for, is left out.
 
         Raises
         ------
         ContestError
             If no case is left that both can do, and no verdict.
         """
-        found = [self._try(side) for side in self.sides]
+        found = self._try()
         for case in list(self._cases):
             base, head = (answers[case] for answers in found)
-            if isinstance(base, str):
+            if isinstance(base, _Inability):
                 self._leave_out(case, self.sides[0], base)
-            elif isinstance(head, str):
+            elif isinstance(head, _Inability):
                 self._leave_out(case, self.sides[1], head)
             elif not CASES[case].varies:
                 self._cases.remove(case)
                 self._fixed += _compare_counts(case, base, head)
-        if not self._cases and not self._fixed:
+        nothing = {verdict.verdict for verdict in self._fixed} <= {verdicts.CANNOT_TELL}
+        if not self._cases and nothing:
             raise ContestError("; ".join(["there is no case that both can do", *self.notes]))
 
-    def _leave_out(self, case: str, side: Side, why: str) -> None:
+    def _leave_out(self, case: str, side: Side, inability: _Inability) -> None:
         self._cases.remove(case)
-        if side is not self.sides[0]:
+        why = inability.why
+        if inability.is_untold:
+            self._fixed.append(verdicts.not_reached(case))
+        elif side is not self.sides[0]:
             self._fixed.append(verdicts.failure(case))
         else:
             # Whoever reads this looks after the head, and does not look for a mistake in the base.
@@ -423,28 +464,39 @@ class Contest:
             pair.base.pop(case)
             pair.head.pop(case)
 
-    def _try(self, side: Side) -> dict[str, dict[str, float] | str]:
-        """By case: what a round gave, or why there is none."""
-        found: dict[str, dict[str, float] | str] = {}
+    def _try(self) -> list[dict[str, dict[str, float] | _Inability]]:
+        """Of each side, by case: what a round gave, or why there is none.
+
+        Both sides are at it at once, for nothing is timed yet.
+        """
+        found: list[dict[str, dict[str, float] | _Inability]] = [{}, {}]
         limit = time.monotonic() + TRY_S
-        with ExitStack() as stack:
-            worker = None
+        workers: dict[int, Worker] = {}
+        try:
             for case in self._cases:
-                left = limit - time.monotonic()
-                if left <= 0:
-                    found[case] = f"not reached within {TRY_S:.0f} s"
+                if time.monotonic() >= limit:
+                    late = _Inability(f"not reached within {TRY_S:.0f} s", is_untold=True)
+                    for of_side in found:
+                        of_side[case] = late
                     continue
-                if worker is None:
-                    worker = stack.enter_context(Worker(self._context, side, self._threads))
-                try:
+                for i, side in enumerate(self.sides):
+                    if i not in workers:
+                        workers[i] = Worker(self._context, side, self._threads)
                     # What a case is counted in must be all of it.
-                    metrics = worker.run(case, CASES[case].varies, min(left, ANSWER_S))
-                    found[case] = "has no API for it" if metrics is None else metrics
-                except CaseError as error:
-                    found[case] = error.why
-                    # Its engine cannot be trusted any more, and may go on for ever.
-                    stack.close()
-                    worker = None
+                    workers[i].ask(case, CASES[case].varies)
+                for i, of_side in enumerate(found):
+                    left = max(limit - time.monotonic(), 0.0)
+                    try:
+                        metrics = workers[i].answer(min(left, ANSWER_S))
+                        no_api = _Inability("has no API for it")
+                        of_side[case] = no_api if metrics is None else metrics
+                    except CaseError as error:
+                        of_side[case] = _Inability(error.why, error.is_late and left < ANSWER_S)
+                        # Its engine cannot be trusted any more, and may go on for ever.
+                        workers.pop(i).close()
+        finally:
+            for worker in workers.values():
+                worker.close()
         return found
 
     def run_pair(self, tick: Callable[[str], None] = lambda what: None) -> Pair | None:
@@ -459,7 +511,7 @@ class Contest:
         try:
             pair = self._measure_pair(tick)
         except CaseError as error:
-            self._leave_out(error.case, error.side, error.why)
+            self._leave_out(error.case, error.side, _Inability(error.why))
             return None
         self.pairs.append(pair)
         return pair
@@ -518,6 +570,8 @@ class Contest:
             If nothing that was measured is what verdicts are about.
         """
         fixed = [verdict.within(tolerance) for verdict in self._fixed]
+        if not self.pairs:
+            fixed += [verdicts.not_reached(case) for case in self._cases]
         names, logs = self.log_ratios()
         if not names:
             if not fixed:

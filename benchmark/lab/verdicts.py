@@ -9,7 +9,7 @@ t-statistics is kept; in all but a share ``alpha`` of the samples it is below a 
 
     mean +- q * standard deviation / sqrt(n)
 
-has 1 in it for all metrics that have not changed, but with a chance of ``alpha``. (Westfall and Young
+has 0 in it for all metrics that have not changed, but with a chance of ``alpha``. (Westfall and Young
 1993, "Resampling-Based Multiple Testing", single-step maxT, for changes of sign.) That is about false
 alarms. Of a metric that has changed the interval holds its ratio with a chance of about ``1 - alpha``
 taken alone: if all have, ``q`` is little more than what a single one needs.
@@ -40,7 +40,10 @@ CLIP: Final = 3 * 1.4826
 """By the median of sizes: three standard deviations of a normal distribution around 0."""
 
 TOLERANCE: Final = 0.01
-"""A smaller difference is none, even where it is certain: moving a function does as much."""
+"""A difference up to this is none, even where it is certain: moving a function does as much."""
+
+MARGIN: Final = 0.03
+"""What is within this of 1 for certain is the same."""
 
 FASTER, SLOWER, SAME, CANNOT_TELL = "faster", "slower", "same", "cannot tell"
 FAILS = "fails"
@@ -55,7 +58,8 @@ class Verdict:
     metric : str
     verdict : {"faster", "slower", "same", "cannot tell", "fails"}
         Of the head, compared with the base. Of what is counted, "slower" is more, and "faster" less.
-        What "fails" is a case that the base can do; its ratio is NaN.
+        What "fails" is a case that the base can do; its ratio is NaN, as is that of a case which there
+        was no time for.
     ratio : float
         Head by base; above 1 is slower.
     low, high : float
@@ -74,14 +78,31 @@ class Verdict:
     head: float | None = None
 
     def within(self, tolerance: float) -> Verdict:
-        """The same where a difference is allowed that is no larger than that."""
-        is_small = abs(self.ratio - 1) <= tolerance
-        return dataclasses.replace(self, verdict=SAME) if is_small else self
+        """The same where a difference of what was counted is allowed that is no larger than that."""
+        if self.base is None or self.head is None or not is_alike(self.base, self.head, tolerance):
+            return self
+        return dataclasses.replace(self, verdict=SAME)
 
 
 def failure(case: str) -> Verdict:
     """Say that the head cannot do a case that the base can."""
     return Verdict(case, FAILS, math.nan, math.nan, math.nan)
+
+
+def not_reached(case: str) -> Verdict:
+    """Say that there was no time for a case."""
+    return Verdict(case, CANNOT_TELL, math.nan, math.nan, math.nan)
+
+
+def is_alike(base: float, head: float, tolerance: float = TOLERANCE) -> bool:
+    """Whether two numbers differ by no more than a share of the first.
+
+    Examples
+    --------
+    >>> is_alike(1000, 990), is_alike(1000, 1010), is_alike(1000, 989.9), is_alike(0, 1)
+    (True, True, False, False)
+    """
+    return abs(head - base) <= tolerance * abs(base)
 
 
 def count(metric: str, base: float, head: float) -> Verdict:
@@ -151,7 +172,7 @@ def judge(
     *,
     alpha: float = ALPHA,
     tolerance: float = TOLERANCE,
-    margin: float = 0.03,
+    margin: float = MARGIN,
 ) -> list[Verdict]:
     """Verdicts on all metrics, of which each is better the smaller it is.
 
@@ -164,7 +185,7 @@ def judge(
     alpha : float
         Chance of a false "faster" or "slower" among all of them.
     tolerance : float
-        A difference that is smaller is neither, even where it is certain.
+        A difference up to this is neither, even where it is certain.
     margin : float
         "same" means that the interval lies within this, or the tolerance, up and down, and that it would
         if nothing had been cut. What is neither cannot be told, and from fewer pairs than `MIN_PAIRS`

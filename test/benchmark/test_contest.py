@@ -59,11 +59,20 @@ class FakeWorker:
         number = len(self.asked)
         return {"us_per_token": slower * (100 + number // 2 % 3), "tokens_per_s": 1.0}
 
+    def ask(self, case: str, warm_up: bool = False) -> None:
+        self._question = case, warm_up
+
+    def answer(self, patience: float) -> dict[str, float] | None:
+        return self.run(*self._question, patience)
+
+    def close(self) -> None:
+        self.closed.append(self._side.name)
+
     def __enter__(self) -> FakeWorker:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.closed.append(self._side.name)
+        self.close()
 
 
 @pytest.fixture
@@ -179,18 +188,65 @@ def test_whoever_failed_is_ended_before_the_next_case(fake: list[tuple[str, str]
     assert closed_before == [1]
 
 
-def test_a_side_has_so_much_time_to_show_what_it_can_do(
+def test_both_sides_have_so_much_time_to_show_what_they_can_do(
     fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = iter(range(0, 10_000, 100))
+    now = iter(range(0, 10_000, 40))
     monkeypatch.setattr(contest.time, "monotonic", lambda: float(next(now)))
     found = make(["one", "bad for head", "two"])
     found.prepare()
-    # The limit is asked for at 0, and the cases are begun at 100, 200 and 300, of each side.
+    # It begins at 0. The cases are begun at 40, 160 and 280, each with an answer of each side.
     assert found.notes == [
         "bad for head left out: head: Traceback:\n  here\nit broke",
         "two left out: base: not reached within 240 s",
     ]
+    # Where there are no pairs, nothing is told of what should have been measured in them.
+    judged = [(v.metric, v.verdict) for v in found.judge()]
+    assert judged == [("bad for head", "fails"), ("two", "cannot tell"), ("one", "cannot tell")]
+
+
+@pytest.mark.parametrize(
+    ("side", "clock", "verdict"),
+    [
+        # Who has all the time that there is for a case, and does not answer, cannot do it.
+        ("head", 0, ["fails"]),
+        ("base", 0, []),
+        ("head", 20, ["cannot tell"]),
+        ("base", 20, ["cannot tell"]),
+    ],
+)
+def test_who_had_too_little_time_is_not_said_to_fail(
+    fake: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    side: str,
+    clock: int,
+    verdict: list[str],
+) -> None:
+    """Each look at the clock takes so many seconds; 180 are a side's due, of 240."""
+    now = iter(range(0, 10_000, clock) if clock else [0] * 100)
+    monkeypatch.setattr(contest.time, "monotonic", lambda: float(next(now)))
+    answer = FakeWorker.answer
+
+    def late(self: FakeWorker, patience: float) -> dict[str, float] | None:
+        if self._side.name == side and self._question[0] == "two":
+            raise CaseError("two", self._side, f"no answer for {patience:.0f} s", is_late=True)
+        return answer(self, patience)
+
+    monkeypatch.setattr(FakeWorker, "answer", late)
+    found = make(["one", "two"])
+    found.prepare()
+    patience = 240 - clock * {"base": 5, "head": 6}[side]
+    assert found.notes == [f"two left out: {side}: no answer for {min(patience, 180)} s"]
+    assert [v.verdict for v in found._fixed] == verdict
+
+
+def test_where_nothing_was_reached_nothing_was_measured(
+    fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.0, 240.0])
+    monkeypatch.setattr(contest.time, "monotonic", lambda: next(now))
+    with pytest.raises(ContestError, match="no case that both can do; two left out: base: not re"):
+        make(["two"]).prepare()
 
 
 def test_what_is_counted_is_asked_once_and_any_difference_is_certain(

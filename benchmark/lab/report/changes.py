@@ -10,7 +10,7 @@ from typing import Final
 from lab.report import wording
 from lab.report.data import NUMBER, STALLS, Commit, Key, Machine, Reading, Results
 from lab.report.noise import CONFIDENCE, Noise
-from lab.verdicts import TOLERANCE
+from lab.verdicts import TOLERANCE, is_alike
 
 BETTER, WORSE, WITHIN_NOISE = "better", "worse", "within noise"
 PERHAPS_BETTER, PERHAPS_WORSE = "perhaps better", "perhaps worse"
@@ -273,7 +273,7 @@ def _verdict(first: Reading, second: Reading, noise: Noise | None, family: int) 
         if _is_same(first, second):
             return SAME
         # A page of memory more or less is not what anybody looks for, nor what the gate calls a change.
-        if first.value and abs(second.value / first.value - 1) <= TOLERANCE:
+        if is_alike(first.value, second.value):
             return ALIKE
         return BETTER if second.value < first.value else WORSE
     if noise is None or not (first.logs and second.logs):
