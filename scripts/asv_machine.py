@@ -133,7 +133,7 @@ def _asv_fields(name: str) -> Entry:
 
 
 def describe(name: str | None = None) -> Entry:
-    """All fields of this machine.
+    """All fields of this machine, as it is now.
 
     Parameters
     ----------
@@ -199,8 +199,11 @@ def save(entry: Mapping[str, str], path: Path | None = None) -> Path:
     known |= {entry["machine"]: dict(entry), "version": API_VERSION}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(known, indent=4) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(known, indent=4) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
@@ -272,24 +275,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="asv_machine.py", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--name", help="what asv is to call it (default: the host's name)")
-    parser.add_argument("--save", action="store_true", help="write it into asv's file of machines")
+    parser.add_argument(
+        "--name", help="what asv is to call it (default: what it is known as, else the host's name)"
+    )
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write it into asv's file of machines, instead of what is there of it",
+    )
     parser.add_argument("--file", type=Path, help=f"that file, instead of {MACHINE_FILE}")
     parser.add_argument("--require-gpu", action="store_true", help="fail where there is no GPU")
     args = parser.parse_args(argv)
     try:
-        entry = describe(args.name)
+        _check_name(args.name)
     except ValueError as error:
         parser.error(str(error))
-    if args.require_gpu and entry["gpu"] == NONE:
-        print("asv_machine: error: torch sees no CUDA device", file=sys.stderr)
-        return 1
-    if args.save:
-        try:
+    try:
+        entry = describe(known_as(args.name, args.file))
+        if args.require_gpu and entry["gpu"] == NONE:
+            why = f"{DEVICE_VARIABLE}=cpu keeps off it" if _is_off_gpu() else "torch sees none"
+            raise ValueError(f"no CUDA device: {why}")
+        if args.save:
             print(f"saved in {save(entry, args.file)}", file=sys.stderr)
-        except ValueError as error:
-            print(f"asv_machine: error: {error}", file=sys.stderr)
-            return 1
+    except (ValueError, OSError) as error:
+        print(f"asv_machine: error: {error}", file=sys.stderr)
+        return 1
     print(json.dumps(entry, indent=2))
     return 0
 

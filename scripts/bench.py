@@ -382,9 +382,10 @@ def results_folder(repo: Path) -> Path:
 def odd_files(results: Path) -> list[str]:
     """What is wrong with each file of a machine that asv would read and that is not as asv writes it."""
     odd = []
-    # asv leaves a folder without a machine.json alone.
+    # asv leaves a folder without a machine.json alone, and a file of that name in one with it.
     folders = {path.parent for path in results.rglob("machine.json")}
-    for path in sorted(path for folder in folders for path in folder.glob("*.json")):
+    found = {path for folder in folders for path in folder.glob("*.json")}
+    for path in sorted(path for path in found if path.name != "benchmarks.json"):
         is_machine = path.name == "machine.json"
         try:
             (asv_files.read_machine if is_machine else asv_files.read_result)(path)
@@ -605,7 +606,8 @@ def show(
 
 def _regex(text: str) -> str:
     try:
-        re.compile(text)
+        for regex in (text, *chosen([text], full=False)):
+            re.compile(regex)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
     return text
@@ -674,15 +676,21 @@ def chosen(regexes: Sequence[str], full: bool) -> list[str]:
     """
     if full:
         return list(regexes)
+    return [r if "More" in r else _of_quick(r) for r in regexes] or [QUICK]
+
+
+def _of_quick(regex: str) -> str:
+    # Flags of the whole stand first, or not at all.
+    flags = match[0] if (match := re.match(r"\(\?[a-zA-Z]+\)", regex)) else ""
     # Looked for ahead, as it may begin with ^ or have alternatives.
-    return [r if "More" in r else f"(?={QUICK})(?=.*(?:{r}))" for r in regexes] or [QUICK]
+    return f"{flags}(?={QUICK})(?=.*(?:{regex.removeprefix(flags)}))"
 
 
 def _named(name: str | None, find: Callable[[str | None], str]) -> str:
     """What asv calls this machine."""
     try:
         return find(name)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise BenchError(str(error)) from error
 
 

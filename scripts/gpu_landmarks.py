@@ -474,7 +474,8 @@ def settle(fresh: Path, results: Path, machine: str, sha: str) -> tuple[int, int
     asv names an existing environment by the path of its interpreter, and makes that path a parameter:
     an interpreter that moves would begin another line in asv's graphs. What there is of the commit
     already stays, but for what has been measured again, if it was measured by the same (see
-    `gpu_results.merged`). A file that is none of asv's is put aside.
+    `gpu_results.merged`). A file that is none of asv's is put aside, beside `results`, and a fresh one
+    is not kept.
 
     Returns
     -------
@@ -489,8 +490,11 @@ def settle(fresh: Path, results: Path, machine: str, sha: str) -> tuple[int, int
     values = without = 0
     for path in sorted((fresh / machine).glob(f"{sha[:8]}-existing-*.json")):
         try:
-            document = json.loads(path.read_text())
-        except ValueError:  # of an asv that was ended while it wrote
+            document = asv_files.read_result(path)
+        except asv_files.FormError as error:
+            # Of an asv that was ended while it wrote, or of a number that is none: asv would not come
+            # to an end with that among the others.
+            print(f"gpu_landmarks: {error}; not kept", file=sys.stderr)
             continue
         numbers, others = count(document)
         values, without = values + numbers, without + others
@@ -501,7 +505,10 @@ def settle(fresh: Path, results: Path, machine: str, sha: str) -> tuple[int, int
                 document = merged(asv_files.read_result(target), document)
             except asv_files.FormError as error:
                 # No reason to lose what has just been measured, nor what a person may still mend.
-                aside = target.replace(target.with_name(f"{target.name}.{time.time_ns()}.odd"))
+                # Out of asv's results, where they are published from.
+                odd = results.with_name(f"{results.name}-odd") / machine
+                odd.mkdir(parents=True, exist_ok=True)
+                aside = target.replace(odd / f"{target.stem}.{time.time_ns()}.json")
                 print(f"gpu_landmarks: {error}; kept as {aside}", file=sys.stderr)
         _replace(target, json.dumps(document) + "\n")
     # What asv says of machine and benchmarks goes with them.

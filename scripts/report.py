@@ -507,26 +507,29 @@ def screenshot(page: Path, picture: Path, part: str) -> None:
     """
     import shutil
 
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import Error, sync_playwright
 
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
     if browser_path is None:
         raise ReportError("--screenshot needs chromium on the PATH")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=browser_path,
-            args=["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-sync"],
-        )
-        tab = browser.new_page(viewport={"width": 1200, "height": 900})
-        tab.goto(page.resolve().as_uri())
-        found = tab.evaluate_handle("id => document.getElementById(id)", part).as_element()
-        if not part:
-            tab.screenshot(path=str(picture))
-        elif found is None:
-            raise ReportError(f"the page has no question {part!r}")
-        else:
-            tab.screenshot(path=str(picture), full_page=True, clip=_around(found))
-        browser.close()
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(
+                executable_path=browser_path,
+                args=["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-sync"],
+            )
+            tab = browser.new_page(viewport={"width": 1200, "height": 900})
+            tab.goto(page.resolve().as_uri())
+            found = tab.evaluate_handle("id => document.getElementById(id)", part).as_element()
+            if not part:
+                tab.screenshot(path=str(picture))
+            elif found is None:
+                raise ReportError(f"the page has no question {part!r}")
+            else:
+                tab.screenshot(path=str(picture), full_page=True, clip=_around(found))
+            browser.close()
+    except Error as error:
+        raise ReportError(f"no picture could be taken: {error.message.splitlines()[0]}") from error
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -596,9 +599,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.screenshot:
             part = anchors(results.questions).get(args.part, args.part)
             screenshot(out, args.screenshot, part)
-    except ReportError as error:
+    except (ReportError, OSError) as error:
         print(f"report: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("report: interrupted", file=sys.stderr)
+        return 130
     size = out.stat().st_size / 1e6
     commits = wording.counted(len(results.commits), "commit")
     machines = wording.counted(len(results.machines), "machine")

@@ -44,6 +44,7 @@ def end_by(
     scratch: Path,
     folder: Path | None = None,
     ignored: Sequence[int] = (),
+    to_all: bool = False,
 ) -> Ended:
     """Start Python, wait until it has written a file, and send it a signal.
 
@@ -62,6 +63,8 @@ def end_by(
     ignored : sequence of int
         Signals that it ignores at first. A shell that starts it in the background, or nohup, would have
         it ignore some whatever a test wants.
+    to_all : bool
+        Whether all that it has started gets the signal too, as with one from a terminal.
     """
 
     def as_told() -> None:
@@ -81,7 +84,7 @@ def end_by(
         try:
             wait_for(lambda: told.is_file() or us.poll() is not None)
             assert us.poll() is None, us.communicate()
-            us.send_signal(number)
+            (os.killpg if to_all else os.kill)(us.pid, number)
             said, _ = us.communicate(timeout=30)
         finally:
             us.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -444,6 +445,98 @@ def test_another_call_may_be_faster(repo: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(list((repo / ".asv" / "gate").iterdir())) == 1
 
 
+def test_a_hook_of_git_does_not_lead_to_another_repository(
+    repo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "--quiet")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    found = bench_gate.side(repo, "HEAD")
+    assert (Path(found.package) / "sglang" / "__init__.py").is_file()
+
+
+def test_what_goes_wrong_is_not_called_slower(
+    repo: Path,
+    fake: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """1 would be that. Here the table cannot be printed."""
+
+    def show(*args: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(bench_gate, "show", show)
+    monkeypatch.setattr(bench_gate, "compare", lambda *_: compared)
+    compared = make(["one"])
+    for _ in range(8):
+        compared.run_pair()
+    assert bench_gate.main(["HEAD", "HEAD", "--repo", str(repo), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out) == {
+        "error": "BrokenPipeError: [Errno 32] Broken pipe"
+    }
+
+
+def test_without_its_libraries_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ImportError('no numpy here')\n")
+    done = subprocess.run(
+        [sys.executable, bench_gate.__file__, "HEAD", "HEAD"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert (
+        done.stderr.startswith("bench_gate: error: no numpy here") and done.stderr.count("\n") == 1
+    )
+
+
+def test_pairs_that_fail_take_no_longer_than_there_is_time(
+    fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each case of the head breaks in its turn, 300 seconds after the last."""
+    now = [0.0]
+    monkeypatch.setattr(bench_gate.time, "monotonic", lambda: now[0])
+    names = [f"case {i}" for i in range(9)]
+    cases = {name: contest.CASES["one"] for name in names}
+    monkeypatch.setattr(contest, "CASES", contest.CASES | cases)
+    monkeypatch.setattr(FakeWorker, "lasts", {("head", name): 0 for name in names})
+    measured = Contest.run_pair
+
+    def slow(self: Contest, tick: Any) -> Any:
+        now[0] += 300
+        return measured(self, tick)
+
+    monkeypatch.setattr(Contest, "run_pair", slow)
+    sides = (Side("base", "a"), Side("head", "b"))
+    found = bench_gate.compare(*sides, names, 6, None, lambda *_: None, lambda _: None)
+    assert now[0] == 900 and not found.pairs
+    assert [v.verdict for v in found.judge()] == ["fails"] * 3 + ["cannot tell"] * 6
+
+
+def test_a_session_that_cannot_be_had_leaves_the_next_one_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Fine:
+        def run_round(self, case: Case) -> dict[str, float]:
+            return {"number": 1.0}
+
+    def make_session(setup: Setup, scratch: Path) -> Fine:
+        (scratch / "file").touch()
+        if setup.model == "real":
+            raise contest.Unsupported("no model")
+        return Fine()
+
+    monkeypatch.setattr(contest, "make_session", make_session)
+    sessions: dict[Any, Any] = {}
+    with pytest.raises(contest.Unsupported):
+        contest._round(sessions, tmp_path, "decode/real-b8", True)
+    for name in ("decode/tiny-b8", "scheduler/b8"):
+        assert contest._round(sessions, tmp_path, name, True) == {"metrics": {"number": 1.0}}
+    assert len(sessions) == 2 and len(list(tmp_path.iterdir())) == 3
+
+
 def test_the_time_that_there_is_may_be_any(
     fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,7 +596,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_gate_that_is_ended(
     tmp_path: Path, short_folder: Path, number: signal.Signals
 ) -> None:
@@ -520,7 +613,8 @@ def test_nothing_is_left_of_a_gate_that_is_ended(
     )
     sides = (str(package.parent), PACKAGE)
     arguments = [bench_gate.__file__, *sides, "--cases", "decode/tiny-b8"]
-    found = end_by(number, arguments, told, short_folder)
+    # An interrupt comes from a terminal.
+    found = end_by(number, arguments, told, short_folder, to_all=number == signal.SIGINT)
     assert found.status == (-number if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in found.said
     wait_for(lambda: not is_alive(int(told.read_text())))

@@ -492,8 +492,8 @@ def test_a_commit_of_another_history_is_no_side_of_a_step(
     made.write_results(tmp_path, [*shas[:2], between, *shas[2:], late], machines=(CPU,))
     found = report.read(repo, [tmp_path])
     assert [commit.sha for commit in found.commits] == [*shas[:2], between, *shas[2:], late]
-    pairs = [(p.before.sha, p.after.sha) for s in changes.steps(found) for p in s.pairs.values()]
-    assert pairs == [(shas[i], shas[i + 1]) for i in range(3)]
+    pairs = [{(p.before.sha, p.after.sha) for p in s.pairs.values()} for s in changes.steps(found)]
+    assert pairs == [{(shas[i], shas[i + 1])} for i in range(3)]
     change = step(found, 1)[CPU, "transfers", "blocking_per_step", "decode-b8-penalties"]
     assert (change.before.value, change.after.value, change.ratio) == (2.0, 1.0, 0.5)
     said = texts.sentence(found, found.machines[0], "decode", "us_per_token_ratio", "real-b1")
@@ -508,7 +508,7 @@ def test_each_machine_has_a_commit_before_of_its_own(
     there = made.write_results(tmp_path / "there", shas, machines=(GPU,))
     found = report.read(repo, [here, there])
     pairs = [
-        {key: (p.before.sha, p.after.sha) for key, p in s.pairs.items()}
+        {key: (p.before.sha, p.after.sha) for (key, _), p in s.pairs.items()}
         for s in changes.steps(found)
     ]
     assert pairs == [
@@ -596,7 +596,11 @@ def test_equal_commits_are_hardly_ever_called_different(repo: Path, tmp_path: Pa
         )
         found = report.read(repo, [same])
         for before, after in zip(found.commits, found.commits[1:], strict=False):
-            pairs = {machine.key: changes.Pair(before, after) for machine in found.machines}
+            pairs = {
+                (machine.key, question): changes.Pair(before, after)
+                for machine in found.machines
+                for question in found.questions
+            }
             judged = changes.changes(found, changes.Step("", pairs))
             wrong += any(c.verdict in (changes.BETTER, changes.WORSE) for c in judged)
             assert sum(c.verdict.startswith("perhaps") for c in judged) < 0.2 * len(judged)
@@ -661,7 +665,7 @@ def test_the_command_is_one_that_a_shell_and_make_hand_on(tmp_path: Path, shell:
     """To the scripts comes a regular expression with one backslash."""
     if shutil.which("make") is None or shutil.which(shell) is None:
         pytest.skip(f"needs make and {shell}")
-    (tmp_path / "Makefile").write_text("bench:\n\t@printf '%s\\n' $(ARGS)\n")
+    (tmp_path / "Makefile").write_text("bench bench-full:\n\t@printf '%s\\n' $(ARGS)\n")
     (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (tmp_path / "python").chmod(0o755)
     # Below another make, one says which folder it enters.
@@ -675,9 +679,14 @@ def test_the_command_is_one_that_a_shell_and_make_hand_on(tmp_path: Path, shell:
     machines = [Machine("lab", "CPU"), Machine("gpu-h200", "NVIDIA H200", is_gpu=True)]
     (_, on_cpu), (_, on_gpu) = wording.commands("decode", machines)
     assert handed_on(on_cpu) == ["--rerun", "--bench", r"^decode\."]
-    assert handed_on(on_gpu) == [
-        *("scripts/gpu_landmarks.py", "asv", "--machine", "gpu-h200", "--bench", r"^decode\.")
-    ]
+    on_a_gpu = ("scripts/gpu_landmarks.py", "asv", "--machine", "gpu-h200", "--bench")
+    assert handed_on(on_gpu) == [*on_a_gpu, r"^decode\.(?!\w*More\.)"]
+    (_, on_cpu), (_, on_gpu) = wording.commands("decode", machines, more=True)
+    assert on_cpu.startswith("make bench-full ")
+    assert handed_on(on_cpu) == ["--rerun", "--bench", r"^decode\."]
+    assert handed_on(on_gpu) == [*on_a_gpu, r"^decode\."]
+    ((_, off_gpu),) = wording.commands("decode", [Machine("gpu-h200-cpu", "CPU")])
+    assert off_gpu.startswith("LAB_DEVICE=cpu make bench ")
 
 
 def test_the_command_for_a_gpu_is_one_that_its_script_takes() -> None:
@@ -686,7 +695,10 @@ def test_the_command_for_a_gpu_is_one_that_its_script_takes() -> None:
     interpreter, script, *arguments = shlex.split(command)
     assert (interpreter, script) == ("python", "scripts/gpu_landmarks.py")
     args = gpu_landmarks.parse_args(arguments)
-    assert (args.what, args.machine, args.bench) == ("asv", "gpu-h200", [r"^mixed\."])
+    assert (args.what, args.machine, args.bench) == (
+        *("asv", "gpu-h200"),
+        [r"^mixed\.(?!\w*More\.)"],
+    )
 
 
 def test_each_machine_that_has_a_command_of_its_own_has_it_once() -> None:
@@ -789,7 +801,8 @@ def test_the_page_says_where_what_and_how(results: Results, html: str) -> None:
     for question in ("decode", "mixed", "overlap", "transfers"):
         # Only a CPU has modelled forwards here.
         machines = results.machines[:1] if question == "overlap" else results.machines
-        commands = wording.commands(question, machines)
+        more = not all(results.questions[question].cases.values())
+        commands = wording.commands(question, machines, more)
         assert len(commands) == len(machines)
         for where, command in commands:
             escaped = command.replace('"', "&#34;").replace("'", "&#39;")

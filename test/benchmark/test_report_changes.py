@@ -188,6 +188,41 @@ def measure(commits: list[Commit], **by_machine: dict[Commit, float | None]) -> 
     )
 
 
+# Keys of pairs.
+HERE, THERE = (MACHINE.key, "decode"), (OTHER.key, "decode")
+
+
+def test_each_question_has_its_own_two_commits() -> None:
+    """A commit between was asked one of them."""
+    results = measure(
+        [BASE, MIDDLE, LAST],
+        made_up={BASE: 8.0, MIDDLE: 5.0, LAST: 4.0},
+        other={BASE: 8.0, LAST: 4.0},
+    )
+    results.questions["mixed"] = Question("mixed", "?", {"case": True}, {"count": "stalls"})
+    results.measured |= {
+        Key(MACHINE.key, commit.sha, "mixed", "count", "case"): Measured(number)
+        for commit, number in ((BASE, 9.0), (LAST, 3.0))
+    }
+    (last,) = changes.steps(results)
+    whole = changes.Pair(BASE, LAST, (MIDDLE,))
+    assert last.pairs == {
+        HERE: changes.Pair(MIDDLE, LAST),
+        THERE: whole,
+        (MACHINE.key, "mixed"): whole,
+    }
+    ratios = {(c.machine.key, c.question): c.ratio for c in changes.changes(results, last)}
+    assert ratios == {HERE: 4 / 5, THERE: 4 / 8, (MACHINE.key, "mixed"): 3 / 9}
+    found = page.compared(results, 1, last)
+    assert [of for _, of in found.pairs] == [("CPU, decode",), ("CPU, mixed", "GPU")]
+    said = [summary for _, _, summary, _ in found.summaries]
+    assert said == [
+        "compared with “what 2 is” and “what 0 is”, 2 better",
+        "compared with “what 0 is”, 1 better",
+    ]
+    page.render(results)
+
+
 def test_each_machine_has_its_own_two_commits() -> None:
     results = measure(
         [BASE, FIRST, MIDDLE, LAST, NEW],
@@ -196,12 +231,12 @@ def test_each_machine_has_its_own_two_commits() -> None:
     )
     first, last, since = changes.steps(results)
     assert (first.title, last.title) == ("Fix what 1 is", "Fix what 3 is")
-    assert first.pairs == {MACHINE.key: changes.Pair(BASE, FIRST)}
+    assert first.pairs == {HERE: changes.Pair(BASE, FIRST)}
     assert last.pairs == {
-        MACHINE.key: changes.Pair(FIRST, LAST, (MIDDLE,)),
-        OTHER.key: changes.Pair(MIDDLE, LAST),
+        HERE: changes.Pair(FIRST, LAST, (MIDDLE,)),
+        THERE: changes.Pair(MIDDLE, LAST),
     }
-    assert since.pairs == {OTHER.key: changes.Pair(LAST, NEW)}
+    assert since.pairs == {THERE: changes.Pair(LAST, NEW)}
     ratios = {c.machine.key: c.ratio for c in changes.changes(results, last)}
     assert ratios == {MACHINE.key: 3 / 6, OTHER.key: 2 / 5}
     assert [c.ratio for c in changes.changes(results, since)] == [4 / 2]
@@ -210,7 +245,7 @@ def test_each_machine_has_its_own_two_commits() -> None:
 def test_a_commit_on_which_all_failed_is_no_commit_before() -> None:
     results = measure([BASE, MIDDLE, LAST], made_up={BASE: 8.0, MIDDLE: None, LAST: 2.0})
     (last,) = changes.steps(results)
-    assert last.pairs == {MACHINE.key: changes.Pair(BASE, LAST, (MIDDLE,))}
+    assert last.pairs == {HERE: changes.Pair(BASE, LAST, (MIDDLE,))}
     results = measure([BASE, MIDDLE, LAST], made_up={BASE: 8.0, MIDDLE: math.nan, LAST: 2.0})
     assert [c.ratio for c in changes.changes(results, changes.steps(results)[0])] == [2 / 8]
 
@@ -230,7 +265,7 @@ def test_strangers_are_on_no_side() -> None:
         [early, BASE, between, LAST, NEW, late],
         made_up={early: 9.0, BASE: 8.0, between: 7.0, LAST: 4.0, NEW: 2.0, late: 1.0},
     )
-    assert [s.pairs[MACHINE.key] for s in changes.steps(results)] == [
+    assert [s.pairs[HERE] for s in changes.steps(results)] == [
         changes.Pair(BASE, LAST),
         changes.Pair(LAST, NEW),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import platform
 import subprocess
@@ -249,10 +250,34 @@ def test_a_gpu_may_be_required(
     put_gpus(monkeypatch)
     path = tmp_path / "machines.json"
     assert main(["--name", "gpu-h200", "--file", str(path), "--save", "--require-gpu"]) == 1
-    assert "no CUDA device" in capsys.readouterr().err and not path.exists()
+    assert "no CUDA device: torch sees none" in capsys.readouterr().err and not path.exists()
+    put_gpus(monkeypatch, "NVIDIA H200")
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "cpu")
+    assert main(["--name", "gpu-h200", "--file", str(path), "--save", "--require-gpu"]) == 1
+    assert "LAB_DEVICE=cpu keeps off it" in capsys.readouterr().err and not path.exists()
 
 
-def test_it_needs_nothing_of_this_repository() -> None:
+def test_without_a_name_it_is_the_machine_that_is_known(tmp_path: Path) -> None:
+    """But all that is said of it is new."""
+    path = tmp_path / "machines.json"
+    save(describe("gpu-h200") | {"cpu": "another one"}, path)
+    assert main(["--file", str(path), "--save"]) == 0
+    assert known(path) == {"gpu-h200": describe("gpu-h200")}
+
+
+def test_where_nothing_can_be_written_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replace(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    assert main(["--file", str(tmp_path / "machines.json"), "--save"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_needs_nothing_that_is_installed_to_say_what_it_does() -> None:
     done = subprocess.run(
         [sys.executable, "-I", asv_machine.__file__, "--help"], capture_output=True, text=True
     )

@@ -360,7 +360,12 @@ def test_every_tracked_metric_of_the_table_exists() -> None:
 )
 def test_the_quick_set_by_asvs_regular_expression(name: str, quick: bool) -> None:
     assert bool(re.search(bench.QUICK, name)) is quick
-    for regex, matches in ((r"^decode\.|memory", True), ("track_", True), ("^track", False)):
+    for regex, matches in (
+        (r"^decode\.|memory", True),
+        ("track_", True),
+        ("^track", False),
+        (r"(?i)^DECODE\.|MEMORY", True),
+    ):
         (of_quick,) = bench.chosen([regex], full=False)
         assert bool(re.search(of_quick, name)) is (quick and matches)
         assert bench.chosen([regex], full=True) == [regex]

@@ -36,7 +36,9 @@ def trial(kind: str, *verdicts: str) -> dict[str, Any]:
         ("same", ["same", "cannot tell"], False),
         ("same", ["same", "slower"], True),
         ("same", ["faster", "same"], True),
+        ("same", ["fails", "same"], True),
         ("slow-5", ["slower", "same"], False),
+        ("slow-5", ["fails", "same"], True),
         ("slow-5", ["cannot tell", "same"], True),
         ("slow-10", ["slower", "faster"], True),
     ],
@@ -93,7 +95,9 @@ def test_a_trial_keeps_its_numbers_and_has_the_verdicts_of_todays_rule(
     assert [v["verdict"] for v in gate_error_rates.read(out)[0]["verdicts"]] == ["fails", "same"]
 
 
-@pytest.mark.parametrize("line", ['{"kind": "same", "verd', "[]", "{}", "5"])
+@pytest.mark.parametrize(
+    "line", ['{"kind": "same", "verd', "[]", "{}", "5", '{"verdicts": []}', '{"kind": 1}']
+)
 def test_a_line_that_is_no_trial_is_named(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +105,29 @@ def test_a_line_that_is_no_trial_is_named(
     out.write_text(json.dumps(trial("same", "same")) + "\n" + line + "\n")
     assert main(["--out", str(out), "--summary"]) == 2
     assert f"{out}, line 2 is no trial: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["none", "bytes"])
+def test_what_is_no_file_of_trials_is_named(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "trials.jsonl"
+    if content is not None:
+        out.write_bytes(content)
+    for path in (out, tmp_path):
+        assert main(["--out", str(path), "--summary"]) == 2
+        assert f"{path} is no file of trials: " in capsys.readouterr().err
+
+
+def test_a_worker_that_dies_while_the_loop_is_measured_ends_it_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def calibrate(scratch: Path) -> float:
+        raise ContestError("calibrate-plain, scheduler/b8: the process has died")
+
+    monkeypatch.setattr(gate_error_rates, "calibrate", calibrate)
+    assert main(["--out", str(tmp_path / "trials.jsonl")]) == 2
+    assert "error: calibrate-plain, scheduler/b8: the process has died" in capsys.readouterr().err
 
 
 def test_an_error_is_told_apart_from_an_alarm() -> None:

@@ -342,7 +342,7 @@ def measure_again(
     tmp_path: Path, about: Any = (), place: str = "elsewhere", **results: list[Any]
 ) -> tuple[int, int]:
     """Settle fresh results of the machine, which stand in a folder that is then gone."""
-    fresh = tmp_path / "fresh"
+    fresh = tmp_path.parent / "fresh"
     write_result(fresh / "gpu-h200", f"existing-py_{place}_bin_python", about, **results)
     found = settle(fresh, tmp_path, "gpu-h200", "a" * 40)
     for path in (fresh / "gpu-h200").iterdir():
@@ -389,26 +389,42 @@ def test_what_was_measured_by_something_else_is_not_mixed_in(tmp_path: Path, abo
     assert kept(tmp_path) == {"mixed": [5.0]}
 
 
-def test_an_asv_that_was_ended_while_it_wrote_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_asv_that_was_ended_while_it_wrote_leaves_what_was_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path = tmp_path / "results"
     measure_again(tmp_path, decode=[1.0])
-    fresh = tmp_path / "fresh" / "gpu-h200" / "aaaaaaaa-existing-py_x.json"
+    fresh = tmp_path.parent / "fresh" / "gpu-h200" / "aaaaaaaa-existing-py_x.json"
     fresh.write_text('{"commit_hash": "aaaa')
-    assert settle(tmp_path / "fresh", tmp_path, "gpu-h200", "a" * 40) == (0, 0)
+    assert settle(tmp_path.parent / "fresh", tmp_path, "gpu-h200", "a" * 40) == (0, 0)
     assert kept(tmp_path) == {"decode": [1.0]}
+    assert "is no JSON" in capsys.readouterr().err
+
+
+def test_a_number_that_asv_would_not_come_to_an_end_with_is_not_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path = tmp_path / "results"
+    measure_again(tmp_path, decode=[1.0])
+    assert measure_again(tmp_path, decode=[math.inf], mixed=[2.0]) == (0, 0)
+    assert kept(tmp_path) == {"decode": [1.0]}
+    said = capsys.readouterr().err
+    assert "results[decode.track].result is inf, not a number" in said and "; not kept" in said
 
 
 @pytest.mark.parametrize("there", ["{", '{"results": null, "version": 2}'])
 def test_a_file_that_is_none_of_asvs_is_put_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str
 ) -> None:
+    tmp_path = tmp_path / "results"
     measure_again(tmp_path, decode=[1.0])
     (settled,) = (tmp_path / "gpu-h200").iterdir()
     settled.write_text(there)
     assert measure_again(tmp_path, mixed=[2.0]) == (1, 0)
-    (aside,) = settled.parent.glob("*.odd")
-    assert aside.read_text() == there and aside.name.startswith(settled.name)
+    # Not among the results, which are published as they are.
+    (aside,) = (tmp_path.parent / "results-odd" / "gpu-h200").iterdir()
+    assert aside.read_text() == there and aside.name.startswith(settled.stem)
     assert f"gpu-h200/{settled.name}" in capsys.readouterr().err
-    aside.unlink()
     assert kept(tmp_path) == {"mixed": [2.0]}
 
 

@@ -80,13 +80,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two commits that a machine has numbers of.
+    """Two commits that a machine has numbers of, to a question.
 
     Attributes
     ----------
     before, after : Commit
     between : tuple of Commit
-        What lies between them and has numbers of other machines only: the difference is its too.
+        What lies between them and has other numbers only: the difference is its too.
     """
 
     before: Commit
@@ -96,20 +96,32 @@ class Pair:
 
 @dataclass(frozen=True)
 class Step:
-    """What a table holds against each other: two commits of each machine, by its key."""
+    """What a table holds against each other: two commits for each machine and question.
+
+    Attributes
+    ----------
+    title : str
+    pairs : mapping of (str, str) to Pair
+        By the machine's key and the question's name.
+    """
 
     title: str
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[tuple[str, str], Pair]
 
 
 def steps(results: Results) -> list[Step]:
     """Each fix against the commit before it, and the newest against the last fix.
 
-    Each machine has its own of them: its numbers say nothing of commits that only others have measured.
-    A commit that history does not have is nowhere before or after another, whatever its date.
+    Each machine has its own of them for each question: its numbers say nothing of commits that only
+    others have measured, or of which it was asked something else. A commit that history does not have is
+    nowhere before or after another, whatever its date.
     """
     known = [commit for commit in results.commits if commit.known]
-    own = {m.key: [c for c in known if results.has_numbers(m, c)] for m in results.machines}
+    own = {
+        (machine.key, question): [c for c in known if results.has_numbers(machine, c, question)]
+        for machine in results.machines
+        for question in results.questions
+    }
     fixes = [commit for commit in known if commit.fix is not None]
     found = [
         Step(
@@ -147,7 +159,7 @@ def changes(results: Results, step: Step) -> list[Change]:
 def _changes(results: Results, step: Step, family: int) -> Iterator[Change]:
     for question in results.questions.values():
         for machine in results.machines_with(question.name):
-            pair = step.pairs.get(machine.key)
+            pair = step.pairs.get((machine.key, question.name))
             if pair is None:
                 continue
             for case in question.cases:

@@ -40,6 +40,11 @@ class Machine:
     state: tuple[str, ...] = ()
 
     @property
+    def is_off_gpu(self) -> bool:
+        """Whether it has a GPU that was not used, as its name says (see ``scripts/asv_machine.py``)."""
+        return not self.is_gpu and self.name.endswith("-cpu")
+
+    @property
     def key(self) -> str:
         """What its numbers are kept under (`Key.machine`)."""
         return ", ".join((self.name, *self.state))
@@ -230,16 +235,16 @@ class Results:
         return Reading(NUMBER, *noise.band(logs), logs)
 
     @functools.cached_property
-    def _numbered(self) -> set[tuple[str, str]]:
+    def _numbered(self) -> set[tuple[str, str, str]]:
         return {
-            (key.machine, key.sha)
+            (key.machine, key.sha, key.question)
             for key, found in self.measured.items()
             if found.value is not None and not math.isnan(found.value)
         }
 
-    def has_numbers(self, machine: Machine, commit: Commit) -> bool:
-        """Whether a commit was measured on a machine, and something of it did not fail."""
-        return (machine.key, commit.sha) in self._numbered
+    def has_numbers(self, machine: Machine, commit: Commit, question: str) -> bool:
+        """Whether a question was asked of a commit on a machine, and something of it did not fail."""
+        return (machine.key, commit.sha, question) in self._numbered
 
     def machines_with(self, question: str, metric: str | None = None) -> list[Machine]:
         """The machines that something of a question was measured on."""

@@ -79,12 +79,13 @@ class Compared:
 
     step: Step
     anchor: str
-    # With the machines that have it.
-    pairs: tuple[tuple[Pair, tuple[Machine, ...]], ...]
+    # With what has it: a machine, or some of its questions.
+    pairs: tuple[tuple[Pair, tuple[str, ...]], ...]
     summaries: tuple[tuple[int, Machine, str, str], ...]
     chance: str
     changed: tuple[Change, ...]
     rest: tuple[Change, ...]
+    rest_summary: str
 
 
 def render(results: Results) -> str:
@@ -184,7 +185,13 @@ def figure(results: Results, question: Question, metric: str) -> Figure:
         numbered,
         tuple(panel for case, panel in drawn.items() if panel and question.cases[case]),
         tuple(panel for case, panel in drawn.items() if panel and not question.cases[case]),
-        tuple(wording.commands(question.name, machines)),
+        tuple(
+            wording.commands(
+                question.name,
+                machines,
+                more=any(panel and not question.cases[case] for case, panel in drawn.items()),
+            )
+        ),
     )
 
 
@@ -331,19 +338,22 @@ def rows(results: Results, question: Question, machine: Machine) -> tuple[Row, .
 def compared(results: Results, place: int, step: Step) -> Compared:
     """The table of a step."""
     found = changes.changes(results, step)
-    pairs: dict[Pair, list[Machine]] = {}
-    for machine in results.machines:
-        if machine.key in step.pairs:
-            pairs.setdefault(step.pairs[machine.key], []).append(machine)
+    rest = tuple(change for change in found if not change.changed)
+    own = [_own_pairs(step, machine) for machine in results.machines]
+    pairs: dict[Pair, list[str]] = {}
+    for machine, questions in zip(results.machines, own, strict=True):
+        for pair, names in questions.items():
+            of = f", {wording.listed(names)}" if len(questions) > 1 else ""
+            pairs.setdefault(pair, []).append(machine.label + of)
     return Compared(
         step,
         f"step-{place}",
-        tuple((pair, tuple(machines)) for pair, machines in pairs.items()),
+        tuple((pair, tuple(of)) for pair, of in pairs.items()),
         tuple(
             (
                 number,
                 machine,
-                _against(step.pairs[machine.key]) + texts.summary(of_machine),
+                _against(own[number]) + texts.summary(of_machine),
                 texts.largest(of_machine),
             )
             for number, machine in enumerate(results.machines)
@@ -351,13 +361,26 @@ def compared(results: Results, place: int, step: Step) -> Compared:
         ),
         texts.chance(found),
         tuple(change for change in found if change.changed),
-        tuple(change for change in found if not change.changed),
+        rest,
+        texts.summary(rest),
     )
 
 
-def _against(pair: Pair) -> str:
+def _own_pairs(step: Step, machine: Machine) -> dict[Pair, list[str]]:
+    """Pairs of a machine, each with its questions."""
+    found: dict[Pair, list[str]] = {}
+    for (key, question), pair in step.pairs.items():
+        if key == machine.key:
+            found.setdefault(pair, []).append(question)
+    return found
+
+
+def _against(pairs: Iterable[Pair]) -> str:
     """The commit before, where it is further off than the heading lets one think."""
-    return f"compared with “{pair.before.brief}”, " if pair.between else ""
+    names = dict.fromkeys(pair.before.brief for pair in pairs)
+    if not any(pair.between for pair in pairs):
+        return ""
+    return f"compared with {wording.listed(f'“{name}”' for name in names)}, "
 
 
 def _ratio_text(change: Change) -> str:

@@ -161,7 +161,9 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(rest)} and {last}" if rest else last
 
 
-def commands(question: str, machines: Iterable[Machine]) -> list[tuple[str, str]]:
+def commands(
+    question: str, machines: Iterable[Machine], more: bool = False
+) -> list[tuple[str, str]]:
     """The commands that measure a question again, one for each way to measure that machines need.
 
     Parameters
@@ -169,21 +171,30 @@ def commands(question: str, machines: Iterable[Machine]) -> list[tuple[str, str]
     question : str
     machines : iterable of Machine
         The machines whose numbers are shown.
+    more : bool
+        Whether cases are shown that the quick set leaves out.
 
     Returns
     -------
     list of tuple of str
         Where it is to be run, and the command, ready to be pasted into a shell.
     """
-    regex = shlex.quote(rf"^{question}\.")
+    regex = rf"^{question}\."
+    # asv's names for the quick set: all that are not called ...More.
+    of_class = regex if more else rf"{regex}(?!\w*More\.)"
     # A state of a machine cannot be brought back by a command, so each machine is there once.
     found = {}
     for machine in machines:
         if machine.is_gpu:
             name = shlex.quote(machine.name)
-            command = f"python scripts/gpu_landmarks.py asv --machine {name} --bench {regex}"
-            found[f"On the GPU machine {machine.name}"] = command
+            command = f"python scripts/gpu_landmarks.py asv --machine {name} --bench "
+            found[f"On the GPU machine {machine.name}"] = command + shlex.quote(of_class)
+            continue
+        # Within double quotes, a shell leaves a backslash before a dot alone.
+        again = f'ARGS="--rerun --bench {shlex.quote(regex)}"'
+        command = f"make {'bench-full' if more else 'bench'} {again}"
+        if machine.is_off_gpu:
+            found[f"On {machine.name}, and not on its GPU"] = f"LAB_DEVICE=cpu {command}"
         else:
-            # Within double quotes, a shell leaves a backslash before a dot alone.
-            found["On a CPU"] = f'make bench ARGS="--rerun --bench {regex}"'
+            found["On a CPU"] = command
     return list(found.items())
