@@ -13,7 +13,9 @@
 # --only ...  only these steps
 # --dry-run   the same steps on the CPU, each as small as it gets
 #
-# PYTHON names the interpreter; else .venv has it, else python3. ASV_MACHINE names the machine for asv.
+# PYTHON names the interpreter; else .venv has it, else python3. It needs torch, triton, numpy, safetensors,
+# tokenizers, numba, rich, pytest, pytest-timeout and hypothesis; with asv, too, the commits are measured by
+# that. ASV_MACHINE names the machine for asv, which is then told of it; else it is not, for good.
 # Without git's history .cache/landmarks has the commits: scripts/gpu_landmarks.py extract makes it.
 # Prints a table last. Exits with 1 if a step failed.
 set -uo pipefail
@@ -68,7 +70,9 @@ device=cuda
 # of several parts end by themselves before that.
 tests=130 sync_debug=40 kernels=66 occupancy=82 asv=98
 grace=5 probe=20 table=15
+# A machine that has no name is nothing to tell asv of for good.
 home=(env)
+[[ -n ${ASV_MACHINE:-} ]] || home=(env "HOME=$out/home" ASV_MACHINE=gpu-check)
 sync_options=(--steps 32)
 cells=(--device cuda --cells 'b(8|64)-v128256' --seconds 0.4)
 sides=(--seconds 72)
@@ -77,19 +81,59 @@ if ((dry)); then
   device=cpu
   # Nothing is fast here, and nothing is at stake.
   tests=240 sync_debug=240 kernels=240 occupancy=240 asv=240 probe=60 table=60
-  # A machine that is none is nothing to tell asv of for good.
-  mkdir -p "$out/home" || exit 2
-  home=(env "HOME=$out/home" "ASV_MACHINE=dry-run")
+  home=(env "HOME=$out/home" ASV_MACHINE=dry-run)
   sync_options=(--steps 2)
   cells=(--device cpu --cells '^(plain|tree|join)-b8-v32000-s256$' --seconds 0.2 --threads 1)
   sides=(--seconds 230 --cases overlap/chain-b8-t5ms
     --model-options '--model tiny --batch-size 2 --output-len 8 --rounds 1')
   marks=(--seconds 230 --rounds 1 --processes 1 --most 1 --bench '^penalties\.Penalties\.')
 fi
-timeout --kill-after=2 "$probe" \
-  "$PYTHON" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'
+mkdir -p "$out/home" || exit 2
+
+# Whatever ends this ends what it has started. A step is interrupted, and not ended, so that it still writes
+# what it has found so far; timeout hands the signal on, and kills what does not go.
+running=''
+# A step's own goes into its log.
+exec {errors}>&2
+# shellcheck disable=SC2317  # the traps call it
+end() { # SIGNAL
+  trap '' INT TERM HUP
+  if [[ -n $running ]]; then
+    kill -INT "$running" 2>/dev/null
+    wait "$running"
+  fi
+  echo 'gpu_check: interrupted' >&"$errors"
+  exit $((128 + $1))
+}
+trap 'end 1' HUP
+trap 'end 2' INT
+trap 'end 15' TERM
+
+bounded() { # SECONDS GRACE COMMAND...
+  local limit=$1 grace=$2
+  shift 2
+  # Only a command in the background can be left for a signal.
+  timeout --signal=INT --kill-after="$grace" "$limit" "$@" &
+  running=$!
+  wait "$running"
+  local status=$?
+  running=''
+  return "$status"
+}
+
+bounded "$probe" 2 "$PYTHON" -c '
+import importlib.util, sys
+import torch
+wanted = "triton numpy safetensors tokenizers numba rich pytest pytest_timeout hypothesis".split()
+missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+if missing:
+    print("gpu_check:", sys.executable, "(PYTHON) lacks", ", ".join(missing), file=sys.stderr)
+    sys.exit(4)
+sys.exit(0 if torch.cuda.is_available() else 3)'
 status=$?
-if ((status != 0 && status != 3)); then
+if ((status == 4)); then
+  exit 2
+elif ((status != 0 && status != 3)); then
   echo "gpu_check: '$PYTHON' (PYTHON) cannot import torch; name an interpreter that can" >&2
   exit 2
 elif ((status == 3 && !dry)); then
@@ -100,16 +144,20 @@ fi
 failed=0
 
 step() { # NAME SECONDS COMMAND...
-  local name=$1 limit=$2 started=$SECONDS status
+  local name=$1 limit=$2 started=$SECONDS status log tee
   shift 2
   [[ ${#only[@]} -eq 0 || " ${only[*]} " == *" $name "* ]] || return 0
   printf '\n== %s (at most %d s)\n' "$name" "$limit"
-  # Interrupted, and not ended, a step still writes what it has found so far.
-  timeout --signal=INT --kill-after="$grace" "$limit" "$@" 2>&1 | tee "$out/$name.log"
-  status=${PIPESTATUS[0]}
+  # What an interrupted step still says is shown, too.
+  exec {log}> >(trap '' INT TERM HUP; exec tee "$out/$name.log")
+  tee=$!
+  bounded "$limit" "$grace" "$@" >&"$log" 2>&1
+  status=$?
+  exec {log}>&-
+  wait "$tee"
   ((status)) && failed=1
-  printf '{"step": "%s", "device": "%s", "status": %d, "seconds": %d}\n' \
-    "$name" "$device" "$status" $((SECONDS - started)) >"$out/$name.json"
+  printf '{"step": "%s", "device": "%s", "status": %d, "seconds": %d, "limit": %d}\n' \
+    "$name" "$device" "$status" $((SECONDS - started)) "$limit" >"$out/$name.json"
 }
 
 laboratory=(env "PYTHONPATH=$PYTHONPATH:$PWD/benchmark" "$PYTHON")
@@ -128,5 +176,5 @@ step asv "$asv" "${home[@]}" "$PYTHON" scripts/gpu_landmarks.py asv "${marks[@]}
   --device "$device" --results "$out/asv" --json "$out/asv-found.json"
 
 printf '\n'
-timeout --kill-after=2 "$table" "$PYTHON" scripts/gpu_summary.py "$out" || failed=1
+bounded "$table" 2 "$PYTHON" scripts/gpu_summary.py "$out" || failed=1
 exit "$failed"

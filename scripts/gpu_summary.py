@@ -17,8 +17,9 @@ from typing import Any, Final
 from asv_machine import gpu_fields
 
 Found = dict[str, Any]
-# What timeout(1) says of a command that it ended, by INT and by KILL.
-_TIMED_OUT: Final = (124, 137)
+# What timeout(1) says of a command that it ended by INT, and of one that was killed, by whomever.
+_TIMED_OUT: Final = 124
+_KILLED: Final = 137
 
 
 def read_tests(folder: Path) -> tuple[Found, str]:
@@ -46,6 +47,7 @@ def read_kernels(folder: Path) -> tuple[Found, str]:
     """Measured beside predicted, cell by cell, the worst first."""
     document = json.loads((folder / "kernels-found.json").read_text())
     cells = []
+    wrong = [cell for cell in document["cells"] if cell.get("error")]
     for cell in document["cells"]:
         measured, predicted = cell.get("device_us"), cell.get("predicted_us", {}).get("sparse")
         if measured is not None and predicted:
@@ -60,13 +62,17 @@ def read_kernels(folder: Path) -> tuple[Found, str]:
             )
     cells.sort(key=lambda cell: -cell["ratio"])
     found = {"device": document["device"], "cells": cells, "notes": document["notes"]}
+    found["wrong"] = {cell["cell"]: cell["error"] for cell in wrong}
+    bad = "".join(f"\n{cell['cell']}: {cell['error']}" for cell in wrong)
     if not cells:
-        return found, "nothing to compare with the model"
+        return found, f"nothing to compare with the model{bad}"
     worst = cells[0]
     text = f"worst measured/predicted {worst['ratio']:.1f} ({worst['cell']}), {len(cells)} cells"
     if document["device"] == "cpu":
         text += "; the model is a GPU's"
-    return found, text
+    if late := sum(bool(cell.get("late")) for cell in document["cells"]):
+        text += f"; in {late} the device may have waited"
+    return found, text + bad
 
 
 def read_occupancy(folder: Path) -> tuple[Found, str]:
@@ -103,10 +109,14 @@ READERS: Final[dict[str, Callable[[Path], tuple[Found, str]]]] = {
 }
 
 
-def verdict(status: int) -> str:
-    """A word for an exit status."""
-    if status in _TIMED_OUT:
+def verdict(step: Found) -> str:
+    """A word for what came of a step."""
+    status = step["status"]
+    is_late = step["seconds"] >= step["limit"]
+    if status == _TIMED_OUT or (status == _KILLED and is_late):
         return "timed out"
+    if status == _KILLED:
+        return "KILLED"
     return "FAILED" if status else "passed"
 
 
@@ -118,7 +128,7 @@ def summarise(folder: Path) -> Found:
         if not path.is_file():
             continue
         step = json.loads(path.read_text())
-        step["verdict"] = verdict(step["status"])
+        step["verdict"] = verdict(step)
         try:
             step["found"], step["figures"] = read(folder)
         # Whatever a step left that was ended while it wrote; the others' figures are shown all the same.

@@ -36,10 +36,19 @@ def choose(name: str | None) -> str:
     ----------
     name : str, optional
         ``cpu`` or ``cuda``. Processes that are started from now on take it from the environment.
+
+    Raises
+    ------
+    ValueError
+        If it is neither, or there is no such device.
     """
+    import torch
+
     if name is not None:
         os.environ[DEVICE_VARIABLE] = name
     found = os.environ[DEVICE_VARIABLE] = chosen()
+    if found == "cuda" and torch.cuda.device_count() == 0:
+        raise ValueError(f"device {found!r}: torch sees no CUDA device")
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -55,6 +56,7 @@ def run_cases(
     rounds: int | None = None,
     processes: int | None = None,
     stall_s: float | None = None,
+    seconds: float = math.inf,
     on_event: OnEvent = lambda event: None,
 ) -> dict[str, Event]:
     """Measure cases.
@@ -78,16 +80,19 @@ def run_cases(
         Processes a case, instead of `lab.cases.PROCESSES`; of one that does not vary it is one.
     stall_s : float, optional
         Seconds without a token after which a mixed workload counts as stalled.
+    seconds : float
+        How long it may take. What is under way then is ended.
     on_event : callable
         Takes each event as it comes, see `lab.worker`.
 
     Returns
     -------
     dict of str to dict
-        By case: ``outcome`` ("done", "stalls", "unsupported", "failed"). If done, ``rounds``, those of
-        the first process first, ``processes``, their number, and ``metrics``, the medians; else
-        ``detail``.
+        By case: ``outcome`` ("done", "stalls", "unsupported", "failed", "not reached"). If done,
+        ``rounds``, those of the first process first, ``processes``, their number, and ``metrics``, the
+        medians; else ``detail``.
     """
+    end = time.monotonic() + seconds
     names = list(names)
     found: dict[str, list[Event]] = {name: [] for group in by_setup(names) for name in group}
     wanted = {name: processes or PROCESSES if CASES[name].varies else 1 for name in found}
@@ -100,7 +105,7 @@ def run_cases(
             if event["event"] == "progress" or last:
                 on_event(event)
 
-        results = _run_once(names, python, package, threads, rounds, stall_s, tell)
+        results = _run_once(names, python, package, threads, rounds, stall_s, end, tell)
         for name, result in results.items():
             found[name].append(result)
         names = [name for name in names if results[name]["outcome"] == "done"]
@@ -126,9 +131,10 @@ def _run_once(
     threads: int | None,
     rounds: int | None,
     stall_s: float | None,
+    end: float,
     on_event: OnEvent,
 ) -> dict[str, Event]:
-    """Results of one process a case."""
+    """Results of one process a case, as far as they were there by `end`."""
     options = [] if rounds is None else ["--rounds", str(rounds)]
     options += [] if stall_s is None else ["--stall", str(stall_s)]
     results: dict[str, Event] = {}
@@ -137,16 +143,30 @@ def _run_once(
         env = environment(count, package)
         pending = list(group)
         while pending:
+            if time.monotonic() >= end:
+                results |= {name: _not_reached(name, on_event) for name in pending}
+                break
             results |= _run_worker(
-                pending, python, env, ["--threads", str(count), *options], on_event
+                pending, python, env, ["--threads", str(count), *options], end, on_event
             )
             # A case that failed took its worker with it; the others get a new one.
             pending = [name for name in pending if name not in results]
     return results
 
 
+def _not_reached(case: str, on_event: OnEvent) -> Event:
+    result = {"case": case, "outcome": "not reached", "detail": "there was no time left"}
+    on_event({"event": "result", **result})
+    return result
+
+
 def _run_worker(
-    names: list[str], python: str, env: dict[str, str], options: list[str], on_event: OnEvent
+    names: list[str],
+    python: str,
+    env: dict[str, str],
+    options: list[str],
+    end: float,
+    on_event: OnEvent,
 ) -> dict[str, Event]:
     """Results of the cases that one worker came to, at least one."""
     with tempfile.TemporaryDirectory(prefix="lab-run-") as scratch:
@@ -164,11 +184,14 @@ def _run_worker(
                 start_new_session=True,
             )
             try:
-                results, current = _follow(worker, out, names[0], on_event)
+                results, current = _follow(worker, out, names[0], end, on_event)
+                is_late = worker.poll() is None and time.monotonic() >= end
             finally:
                 _end(worker)
         # A case may end its worker, but it says so first.
-        if current not in results:
+        if current not in results and is_late:
+            results[current] = _not_reached(current, on_event)
+        elif current not in results:
             tail = log.read_text(errors="replace")[-2000:].strip()
             detail = f"the worker ended with status {worker.returncode}: {tail or 'no output'}"
             results[current] = {"case": current, "outcome": "failed", "detail": detail}
@@ -177,9 +200,9 @@ def _run_worker(
 
 
 def _follow(
-    worker: subprocess.Popen, out: Path, first: str, on_event: OnEvent
+    worker: subprocess.Popen, out: Path, first: str, end: float, on_event: OnEvent
 ) -> tuple[dict[str, Event], str]:
-    """Results, and the case that was last at work."""
+    """Results until `end`, and the case that was last at work."""
     results: dict[str, Event] = {}
     current, heard = first, time.monotonic()
     with out.open() as events:
@@ -194,7 +217,8 @@ def _follow(
                 if event["event"] == "result":
                     results[current] = {k: v for k, v in event.items() if k != "event"}
                 on_event(event)
-            if ended or time.monotonic() - heard > SILENCE_S:
+            now = time.monotonic()
+            if ended or now >= end or now - heard > SILENCE_S:
                 return results, current
             time.sleep(0.05)
 

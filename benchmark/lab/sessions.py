@@ -196,7 +196,9 @@ class Session:
         if setup.forwards == "modelled":
             from lab.modelled_accelerator import ModelledAccelerator, blocking_sites
 
-            sites = blocking_sites(setup.speculative, "all")
+            # On CUDA what blocks does so by itself.
+            is_cuda = overrides.get("device", devices.chosen()) == "cuda"
+            sites = frozenset() if is_cuda else blocking_sites(setup.speculative, "all")
             self.accelerator = ModelledAccelerator(sites)
             overrides["thread_context"] = self.accelerator.thread_context
             overrides.setdefault("device", self.accelerator.device)

@@ -173,7 +173,11 @@ def look(speculative: str, penalty_backend: str, steps: int, device: str) -> Fin
         decode_under_error(finding, steps)
     except Exception as error:  # of an engine that could not be shut down either
         finding.raised = finding.raised or f"{type(error).__name__}: {error}"
-    found = audit(speculative, "all", steps, penalty_backend=penalty_backend).blocking()
+    try:
+        found = audit(speculative, "all", steps, penalty_backend=penalty_backend).blocking()
+    except Exception as error:
+        finding.raised = finding.raised or f"under the ledger: {type(error).__name__}: {error}"
+        return finding
     finding.blocking = len(found)
     finding.sites = list(dict.fromkeys(f"{t.kind} {t.op} at {t.site}" for t in found))
     return finding
@@ -195,15 +199,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     findings: list[Finding] = []
     print(f"{'speculation':12} {'penalties':10} {'steps':>5} {'blocking':>8}  sync debug, {device}")
-    for speculative, backend in RUNS:
-        finding = look(speculative, backend, args.steps, device)
-        findings.append(finding)
-        said = finding.raised or ("nothing raised" if device == "cuda" else "not on the CPU")
-        print(f"{speculative:12} {backend:10} {finding.steps:5} {finding.blocking:8}  {said}")
-        for site in finding.sites:
-            print(f"    blocks: {site}")
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(f) for f in findings], indent=2) + "\n")
+    try:
+        for speculative, backend in RUNS:
+            finding = look(speculative, backend, args.steps, device)
+            findings.append(finding)
+            said = finding.raised or ("nothing raised" if device == "cuda" else "not on the CPU")
+            print(f"{speculative:12} {backend:10} {finding.steps:5} {finding.blocking:8}  {said}")
+            for site in finding.sites:
+                print(f"    blocks: {site}")
+    except KeyboardInterrupt:
+        print(
+            f"lab.sync_debug: interrupted, {len(findings)} of {len(RUNS)} are there",
+            file=sys.stderr,
+        )
+        return 130
+    finally:
+        if args.json is not None:
+            args.json.write_text(json.dumps([asdict(f) for f in findings], indent=2) + "\n")
     if any(finding.steps < args.steps and finding.raised is None for finding in findings):
         print("lab.sync_debug: error: fewer steps were watched than asked for", file=sys.stderr)
         return 2

@@ -125,8 +125,12 @@ def run(
     how: costs.Options,
     console: Any,
     results: list[costs.CellResult],
+    failed: list[costs.CellResult],
 ) -> None:
-    """Measure cells into `results`, and show how far it is: a bar on a terminal, elsewhere lines."""
+    """Measure cells into `results`, and show how far it is: a bar on a terminal, elsewhere lines.
+
+    Cells without numbers go into `failed`. Behind an error of the device there are no others.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     started = said = time.monotonic()
@@ -147,8 +151,14 @@ def run(
                 said = time.monotonic()
                 text = f"[{said - started:6.0f} s] {number}/{len(cells)} {cell.name}"
                 console.print(text, markup=False, highlight=False)
-            with torch.inference_mode():
-                results.append(costs.measure(cell, how, logits))
+            try:
+                with torch.inference_mode():
+                    results.append(costs.measure(cell, how, logits))
+            except costs.WorkNotDone as error:
+                failed.append(costs.CellResult(cell, error=str(error)))
+            except Exception as error:
+                failed.append(costs.CellResult(cell, error=f"{type(error).__name__}: {error}"))
+                return
             bar.advance(task)
 
 
@@ -313,13 +323,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if notes and args.threads > 1:
         notes.append("--threads 1 waits less")
     results: list[costs.CellResult] = []
+    failed: list[costs.CellResult] = []
+    is_interrupted = False
     try:
-        run(cells, options(args, notes), console, results)
-    except costs.WorkNotDone as error:
-        print(f"penalties: error: {error}", file=sys.stderr)
-        return 1
+        run(cells, options(args, notes), console, results, failed)
     except KeyboardInterrupt:
-        notes.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells are missing")
+        is_interrupted = True
+    if missing := len(cells) - len(results) - len(failed):
+        why = "interrupted" if is_interrupted else "not gone on"
+        notes.append(f"{why}: {missing} of {len(cells)} cells are missing")
     verdicts = costs.verdicts(results, args.device)
     for note, count in Counter(note for result in results for note in result.notes).items():
         notes.append(f"{count} cells: {note}")
@@ -329,13 +341,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(verdict_table(verdicts))
     for line in missed(verdicts):
         console.print(line, markup=False, highlight=False)
+    for result in failed:
+        print(f"penalties: error: {result.cell.name}: {result.error}", file=sys.stderr)
     seconds = time.monotonic() - started
     console.print(f"{len(results)} cells, {args.threads} threads, {seconds:.0f} s in all")
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        found = document(args, results, verdicts, notes)
+        found = document(args, [*results, *failed], verdicts, notes)
         args.json.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
-    return 130 if len(results) < len(cells) else 0
+    if failed:
+        return 1
+    return 130 if is_interrupted else 0
 
 
 if __name__ == "__main__":

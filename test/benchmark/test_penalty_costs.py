@@ -20,7 +20,7 @@ from lab import penalty_costs as costs
 from lab import penalty_history, penalty_model, upstream_penalties
 from lab.cases import QUESTIONS
 from lab.metrics import WorkNotDone
-from lab.penalty_costs import Cell, CellResult, Logits, Options, Target
+from lab.penalty_costs import Cell, CellResult, Logits, Options, Target, measuring
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -439,6 +439,65 @@ def test_the_command(
     assert [cell["cell"] for cell in document["cells"]] == [cell.name for cell in TINY.values()]
     assert len(document["targets"]) == len(costs.TARGETS)
     assert not math.isnan(document["cells"][0]["us"]["sparse"])
+
+
+def test_a_cell_that_is_wrong_leaves_the_others(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """But behind an error of the device nothing can be believed."""
+    monkeypatch.setattr(costs, "QUICK", tuple(TINY.values()))
+    monkeypatch.setattr(upstream_penalties, "is_there", lambda version: False)
+    file, cells = tmp_path / "penalties.json", list(TINY.values())
+    options = ["--quick", "--threads", "1", "--seconds", "0.01", "--json", str(file)]
+    measure = costs.measure
+
+    def failing(error: Exception) -> Any:
+        def one(cell: costs.Cell, *args: Any) -> costs.CellResult:
+            if cell == cells[1]:
+                raise error
+            return measure(cell, *args)
+
+        return one
+
+    for error, said, there in (
+        (WorkNotDone("row 3 is off"), "row 3 is off", 4),
+        (RuntimeError("illegal memory access"), "RuntimeError: illegal memory access", 2),
+    ):
+        monkeypatch.setattr(costs, "measure", failing(error))
+        assert script.main([*options, "--dense-backend", "torch"]) == 1
+        assert f"error: {cells[1].name}: {said}" in capsys.readouterr().err
+        document = json.loads(file.read_text())
+        errors = {cell["cell"]: cell["error"] for cell in document["cells"]}
+        assert len(errors) == there and errors.pop(cells[1].name) == said
+        assert set(errors.values()) == {""}
+        missing = [note for note in document["notes"] if "missing" in note]
+        assert missing == ([] if there == 4 else ["not gone on: 2 of 4 cells are missing"])
+
+
+def test_blocks_in_which_the_device_may_have_waited_do_not_count() -> None:
+    def block(us: float, is_late: bool) -> costs.Block:
+        return costs.Block(1, host=1e-6, device=us * 1e-6, is_late=is_late)
+
+    rounds = [
+        {"sparse": block(10, False), "upstream": block(40, False)},
+        {"sparse": block(90, True), "upstream": block(50, False)},
+        {"sparse": block(12, False), "upstream": block(900, True)},
+    ]
+    result = costs.CellResult(TINY["plain"])
+    measuring._sum_up(result, rounds, torch.device("cuda"))
+    assert result.device_us == pytest.approx(11) and result.us["upstream"] == pytest.approx(45)
+    assert result.ratios["upstream"] == pytest.approx(4) and result.rounds == 3
+    assert not result.late and result.notes == []
+    # If there are no others, they are better than nothing.
+    late = costs.CellResult(TINY["plain"])
+    measuring._sum_up(late, rounds[1:2], torch.device("cuda"))
+    assert late.device_us == pytest.approx(90) and late.late
+    assert late.notes == [
+        "all blocks of sparse began before all was launched: the device may have waited"
+    ]
 
 
 # --- Along history ------------------------------------------------------------------------------

@@ -85,6 +85,16 @@ def test_work_that_was_not_done_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert not found.is_clean and found.steps == 2
 
 
+def test_a_ledger_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def audit(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(sync_debug, "decode_under_error", lambda *_: None)
+    monkeypatch.setattr(sync_debug, "audit", audit)
+    found = sync_debug.look("none", "sparse", 2, "cpu")
+    assert found.raised == "under the ledger: ValueError: no such thing" and not found.is_clean
+
+
 def test_pools_are_looked_at_behind_the_watched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
 
@@ -120,6 +130,10 @@ def test_the_device_is_the_laboratorys(
     with pytest.raises(SystemExit):
         main([])
     assert "LAB_DEVICE must be cpu or cuda" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        main(["--device", "cuda"])
+    assert "device 'cuda': torch sees no CUDA device" in capsys.readouterr().err
 
 
 def test_the_command(
@@ -138,6 +152,17 @@ def test_the_command(
     found = json.loads(out.read_text())
     assert [(run["speculative"], run["penalty_backend"]) for run in found] == list(sync_debug.RUNS)
     assert {run["steps"] for run in found} == {5}
+
+    # What there is when it is interrupted, or when the ledger cannot be had, is written too.
+    def interrupted(speculative: str, *args: Any) -> Finding:
+        if speculative == "tree":
+            raise KeyboardInterrupt
+        return look(speculative, *args)
+
+    monkeypatch.setattr(sync_debug, "look", interrupted)
+    assert main(["--device", "cpu", "--json", str(out)]) == 130
+    assert [run["speculative"] for run in json.loads(out.read_text())] == ["none", "chain"]
+    assert "interrupted, 2 of 4 are there" in capsys.readouterr().err
 
     # Less was looked at than asked for: that nothing was found means nothing.
     monkeypatch.setattr(sync_debug, "look", lambda *_: Finding("none", "sparse", "cpu", 1))

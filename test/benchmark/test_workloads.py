@@ -7,6 +7,7 @@ import io
 import json
 import math
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,22 @@ def test_a_case_that_fails_leaves_the_others_alone(children: None, tmp_path: Pat
     assert found["decode/tiny-b32"]["outcome"] == "failed"
     assert "no sample" in found["decode/tiny-b32"]["detail"]
     assert found["decode/tiny-b8"]["outcome"] == "done"
+
+
+def test_what_there_is_no_time_for_is_not_reached_and_ended(children: None, tmp_path: Path) -> None:
+    package = patched(tmp_path, "import time; time.sleep(60)")
+    events: list[run.Event] = []
+    started = time.monotonic()
+    found = run.run_cases(
+        ["decode/tiny-b8", "decode/tiny-b32", "scheduler/b8"],
+        processes=1,
+        package=package,
+        seconds=1.0,
+        on_event=events.append,
+    )
+    assert time.monotonic() - started < 20
+    assert {r["outcome"] for r in found.values()} == {"not reached"}
+    assert [e["case"] for e in events if e["event"] == "result"] == list(found)
 
 
 def test_an_engine_without_the_seams_is_unsupported(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 import gpu_summary
-from gpu_summary import READERS, main, summarise, table
+from gpu_summary import READERS, main, summarise, table, verdict
+from processes import end_by, is_alive
 
 SCRIPT = Path(gpu_summary.__file__).with_name("gpu_check.sh")
 
@@ -95,11 +97,13 @@ def test_the_limits_come_to_eight_minutes() -> None:
     assert others
     grace, probe, last = map(int, others.groups())
     # Whatever runs is ended in time, and killed if it does not end.
-    calls = re.findall(r"^ *timeout (.*?)(?: \\)?$", text, re.MULTILINE)
-    assert [re.sub(r" \"\$(PYTHON|@)\".*", "", call) for call in calls] == [
-        '--kill-after=2 "$probe"',
-        '--signal=INT --kill-after="$grace" "$limit"',
-        '--kill-after=2 "$table"',
+    assert re.findall(r"^ *timeout (.*)$", text, re.MULTILINE) == [
+        '--signal=INT --kill-after="$grace" "$limit" "$@" &'
+    ]
+    assert re.findall(r'^ *bounded (\S+ \S+) "\$(?:PYTHON|@)"', text, re.MULTILINE) == [
+        '"$probe" 2',
+        '"$limit" "$grace"',
+        '"$table" 2',
     ]
     assert sum(seconds) + len(seconds) * grace + probe + 2 + last + 2 <= 480
     # A step of several parts ends by itself, and tells what it has, before it is ended.
@@ -107,6 +111,49 @@ def test_the_limits_come_to_eight_minutes() -> None:
     for array, name in (("sides", "occupancy"), ("marks", "asv")):
         own = re.search(rf"^{array}=\(--seconds (\d+)", text, re.MULTILINE)
         assert own and int(own[1]) < int(named[name])
+
+
+def test_an_interpreter_without_what_the_steps_need_is_refused(tmp_path: Path) -> None:
+    """Before any step, and with all that is missing."""
+    hiding = "import importlib.util as u; f = u.find_spec"
+    hiding += "; u.find_spec = lambda n, *a: None if n in ('hypothesis', 'numba') else f(n, *a)"
+    (tmp_path / "sitecustomize.py").write_text(hiding + "\n")
+    done = check("--dry-run", "--out", str(tmp_path / "out"), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and done.stdout == ""
+    assert "(PYTHON) lacks numba, hypothesis" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "to_all"),
+    [(signal.SIGTERM, 143, False), (signal.SIGHUP, 129, False), (signal.SIGINT, 130, True)],
+)
+def test_whoever_ends_it_ends_the_step_and_has_what_that_said(
+    tmp_path: Path, number: int, status: int, to_all: bool
+) -> None:
+    """An interrupt comes from a terminal, to all of its group."""
+    told, out = tmp_path / "told", tmp_path / "out"
+    (tmp_path / "step.py").write_text(
+        "import os, time\n"
+        "try:\n"
+        f"    open({str(told)!r} + '.new', 'w').write(str(os.getpid()))\n"
+        f"    os.rename({str(told)!r} + '.new', {str(told)!r})\n"
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('what there is', flush=True)\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *pytest*hypothesis*) ;; *) exec {sys.executable} '
+        f"{tmp_path}/step.py ;; esac\n"
+    )
+    python.chmod(0o755)
+    code = f"import os; os.environ['PYTHON'] = {str(python)!r}"
+    code += f"; os.execvp('bash', ['bash', {str(SCRIPT)!r}, '--dry-run', '--out', {str(out)!r}])"
+    found = end_by(number, ["-c", code], told, tmp_path, to_all=to_all)
+    assert found.status == status
+    assert "gpu_check: interrupted" in found.said
+    assert not is_alive(int(told.read_text()))
+    assert (out / "tests.log").read_text() == "what there is\n"
 
 
 def test_a_step_that_fails_fails_the_check(tmp_path: Path) -> None:
@@ -173,7 +220,7 @@ def folder(tmp_path: Path) -> Path:
         write(
             tmp_path,
             f"{name}.json",
-            {"step": name, "device": "cuda", "status": status, "seconds": seconds},
+            {"step": name, "device": "cuda", "status": status, "seconds": seconds, "limit": 9},
         )
     (tmp_path / "tests.xml").write_text(
         '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3"/></testsuites>'
@@ -215,6 +262,31 @@ def test_the_table_has_verdicts_times_and_key_figures(folder: Path) -> None:
         "asv passed 4 s 1 of 2 commits, 20 values, 3 without a number",
         "asv skipped: asv is not installed; measured without it",
     ]
+
+
+def test_a_step_that_was_killed_in_time_was_not_late() -> None:
+    """By who needed its memory, say."""
+    verdicts = {
+        (124, 9): "timed out",
+        (124, 10): "timed out",
+        (137, 9): "timed out",
+        (137, 8): "KILLED",
+        (139, 3): "FAILED",
+        (0, 3): "passed",
+    }
+    for (status, seconds), word in verdicts.items():
+        assert verdict({"status": status, "seconds": seconds, "limit": 9}) == word
+
+
+def test_cells_that_were_wrong_or_late_are_said_to_be(folder: Path) -> None:
+    document = json.loads((folder / "kernels-found.json").read_text())
+    document["cells"][0]["late"] = True
+    document["cells"].append(
+        {"cell": "chain-b8", "device_us": None, "error": "row 3 is off by 0.5"}
+    )
+    write(folder, "kernels-found.json", document)
+    _, said = gpu_summary.read_kernels(folder)
+    assert said.endswith("2 cells; in 1 the device may have waited\nchain-b8: row 3 is off by 0.5")
 
 
 def test_the_file_has_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

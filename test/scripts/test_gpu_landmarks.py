@@ -40,6 +40,8 @@ from gpu_landmarks import (
     why_no_asv,
     write_config,
 )
+from lab import asv_files
+from lab.cases import QUESTIONS
 from lab.devices import DEVICE_VARIABLE
 from process_sessions import members
 from processes import end_by, is_alive, wait_for
@@ -167,7 +169,7 @@ def test_both_sides_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = {"/before": 0.8, "/after": 0.99}
     asked: list[Any] = []
 
-    def run_cases(names: list[str], package: str, rounds: int, processes: int) -> dict[str, Any]:
+    def run_cases(names: list[str], package: str, **_: Any) -> dict[str, Any]:
         asked.append((names, package))
         metrics = {"fwd_occupancy": busy[package]}
         return {names[0]: {"outcome": "done", "metrics": metrics, "rounds": [metrics]}}
@@ -190,7 +192,7 @@ def test_both_sides_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_side_that_fails_leaves_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_cases(names: list[str], package: str, rounds: int, processes: int) -> dict[str, Any]:
+    def run_cases(names: list[str], package: str, **_: Any) -> dict[str, Any]:
         if package == "/before":
             return {names[0]: {"outcome": "failed", "detail": "out of memory"}}
         return {names[0]: {"outcome": "done", "metrics": {"fwd_occupancy": 0.9}}}
@@ -244,8 +246,36 @@ def test_the_device_that_is_asked_for_holds_for_all(monkeypatch: pytest.MonkeyPa
     assert main(["occupancy"]) == 2
 
 
+def test_each_side_has_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One side alone says nothing."""
+    now = [0.0]
+    monkeypatch.setattr(gpu_landmarks.time, "monotonic", lambda: now[0])
+    given: list[float] = []
+
+    def run_cases(names: list[str], seconds: float, **_: Any) -> dict[str, Any]:
+        given.append(seconds)
+        now[0] += seconds
+        return {names[0]: {"outcome": "not reached", "detail": "there was no time left"}}
+
+    def run_model(package: Package, device: str, seconds: float, options: Any) -> dict[str, Any]:
+        given.append(seconds)
+        now[0] += 10
+        return {"outcome": "failed"}
+
+    monkeypatch.setattr(gpu_landmarks, "run_cases", run_cases)
+    monkeypatch.setattr(gpu_landmarks, "_run_model", run_model)
+    clock = Clock(100)
+    delayed, model = occupancy(sides(), "cuda", clock, [], say=lambda text: None), None
+    (model,) = delayed
+    assert given == [50, 90] and {d["outcome"] for d in model.detail.values()} == {"failed"}
+    given.clear()
+    first, *_ = occupancy(sides(), "cuda", Clock(40), ["overlap/x"], say=lambda text: None)
+    assert given[:2] == [20, 20]
+    assert {d["outcome"] for d in first.detail.values()} == {"not reached"}
+
+
 def test_what_is_not_reached_is_said_to_be_so() -> None:
-    for one in list(occupancy(sides(), "cuda", Clock(0), ["overlap/x"])):
+    for one in list(occupancy(sides(), "cuda", Clock(0), ["overlap/none-b8-t5ms"])):
         assert {side["outcome"] for side in one.detail.values()} == {"not reached"}
 
 
@@ -428,6 +458,16 @@ def test_a_file_that_is_none_of_asvs_is_put_aside(
     assert kept(tmp_path) == {"mixed": [2.0]}
 
 
+def test_asvs_list_of_benchmarks_is_that_of_the_suite(tmp_path: Path) -> None:
+    """What the page is made from, without anything that says where."""
+    found = gpu_landmarks.discover(REPO_ROOT, tmp_path / "results")
+    assert [path.name for path in found.parent.iterdir()] == ["benchmarks.json"]
+    known = asv_files.read_benchmarks(found)
+    assert known["decode.Decode.track_us_per_token_ratio"]["unit"] == "anchors/token"
+    cases = [case.name for case in QUESTIONS["memory"] if case.quick]
+    assert known["memory.Memory.track_peak_step_bytes"]["params"] == [list(map(repr, cases))]
+
+
 def test_values_are_counted() -> None:
     columns = {"a": [[1.0, 2, None]], "b": [[math.nan]], "c": [[]], "d": []}
     assert count({"results": columns}) == (2, 4)
@@ -490,11 +530,10 @@ def test_why_asv_cannot_measure(
 
 
 def test_without_asv_the_same_questions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_cases(
-        names: list[str], package: str, rounds: int | None, processes: int | None
-    ) -> dict[str, Any]:
-        done = package == "/after"
-        return {name: {"outcome": "done" if done else "failed", "detail": "no"} for name in names}
+    def run_cases(names: list[str], package: str, seconds: float, **_: Any) -> dict[str, Any]:
+        outcome = "done" if package == "/after" else "failed"
+        outcome = outcome if seconds else "not reached"
+        return {name: {"outcome": outcome, "detail": "no"} for name in names}
 
     monkeypatch.setattr(gpu_landmarks, "run_cases", run_cases)
     said: list[str] = []
@@ -531,7 +570,7 @@ def test_one_case_that_fails_is_a_failure_and_one_that_stalls_is_none(
 def test_who_is_interrupted_has_written_what_there_was(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def run_cases(names: list[str], package: str, rounds: int, processes: int) -> dict[str, Any]:
+    def run_cases(names: list[str], package: str, **_: Any) -> dict[str, Any]:
         if package == "/after":
             raise KeyboardInterrupt
         return {names[0]: {"outcome": "done", "metrics": {"fwd_occupancy": 0.8}}}

@@ -29,7 +29,9 @@ is not compared.
 On the CPU a step's time is the wall time of all its parts. On CUDA it is a share of the time between two
 events around a block of steps (with ``cold``, around each), on a stream that is kept waiting until all
 of them have been launched; so gaps of launching are not in it, as they are not where the host runs
-ahead. The host's part is shown beside it. Nothing waits for the device until a cell has been measured.
+ahead. The host's part is shown beside it. Nothing waits for the device until a cell has been measured;
+a join is work of the host above all, and is timed alone, by the host's clock, with a wait at either end.
+Where a block was launched too late for the device to be kept waiting, the blocks count that were not.
 
 - `workload`: the cells, and what all subjects get
 - `subjects`: those that penalize, and the floor

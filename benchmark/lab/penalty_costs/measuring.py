@@ -178,8 +178,8 @@ class CellResult:
     ----------
     cell : Cell
     us : dict of str to float
-        Median microseconds of a step, by subject: on the CPU of all of it, on CUDA of the device's part.
-        That of ``floor`` is there too, where it could be measured.
+        Median microseconds of a step, by subject: on the CPU of all of it, on CUDA of the device's part,
+        but of a join all of it. That of ``floor`` is there too, where it could be measured.
     host_us, device_us : float
         The parts of ours.
     ratios : dict of str to float
@@ -190,6 +190,10 @@ class CellResult:
         What a subject holds between steps, and at most besides within one; -1 where it was not seen.
     predicted_us : dict of str to float
         By `lab.penalty_model`, for a GPU.
+    late : bool
+        Whether the device may have waited in all blocks of ours, so that its part holds launching too.
+    error : str
+        Why there are no numbers; empty where there are.
     notes : list of str
     """
 
@@ -202,6 +206,8 @@ class CellResult:
     state_bytes: dict[str, int] = field(default_factory=dict)
     temporary_bytes: dict[str, int] = field(default_factory=dict)
     predicted_us: dict[str, float] = field(default_factory=dict)
+    late: bool = False
+    error: str = ""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -344,18 +350,24 @@ def _sum_up(result: CellResult, rounds: list[dict[str, Block]], device: torch.de
     def total(block: Block) -> float:
         return block.device_us if device.type == "cuda" else block.host_us + block.device_us
 
+    def timely(*names: str) -> list[dict[str, Block]]:
+        """The rounds in which the device was kept waiting, if there are some."""
+        return [r for r in rounds if not any(r[name].is_late for name in names)] or rounds
+
     result.rounds = len(rounds)
-    late = sum(block.is_late for blocks in rounds for block in blocks.values())
+    ours = timely("sparse")
+    result.late = ours[0]["sparse"].is_late
+    late = [name for name in rounds[0] if timely(name)[0][name].is_late]
     if late:
         result.notes.append(
-            f"{late} blocks began before all was launched: the device may have waited"
+            f"all blocks of {', '.join(late)} began before all was launched: the device may have waited"
         )
-    result.host_us = statistics.median(r["sparse"].host_us for r in rounds)
-    result.device_us = statistics.median(r["sparse"].device_us for r in rounds)
+    result.host_us = statistics.median(r["sparse"].host_us for r in ours)
+    result.device_us = statistics.median(r["sparse"].device_us for r in ours)
     for name in rounds[0]:
-        result.us[name] = statistics.median(total(r[name]) for r in rounds)
+        result.us[name] = statistics.median(total(r[name]) for r in timely(name))
         if name != "sparse":
-            ratios = [total(r[name]) / total(r["sparse"]) for r in rounds]
+            ratios = [total(r[name]) / total(r["sparse"]) for r in timely(name, "sparse")]
             result.ratios[name] = statistics.median(ratios)
 
 
