@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make a machine with a GPU a runner of the benchmark workflow: ephemeral, unprivileged, locked down.
-# docs/gpu-runner.md goes through it. Run as root; running it again brings everything up to date.
+# docs/gpu-runner.md goes through it. Run as root. What an earlier call was told of the repository, the
+# machine and the release holds until another one is told otherwise.
 #
 #   scripts/setup_gpu_runner.sh --url URL --name NAME --tarball FILE --sha256 HEX --token-file FILE [OPTIONS]
 #
@@ -11,8 +12,9 @@
 # --token-file FILE  the registration token is in FILE, or comes by standard input for '-'
 # --token-helper FILE  or: a program that prints a fresh token each time; it is copied for root alone
 # --python FILE      interpreter with torch, triton and asv, for everybody to run (/opt/gpu-benchmark/bin/python)
-# --model DIR        SmolLM2-135M-Instruct, as make model makes it
-# --clocks MHZ       lock the GPU's clock at that
+# --model DIR        SmolLM2-135M-Instruct, as make model makes it; 'none' for no longer
+# --clocks MHZ       lock the GPU's clock at that; 'none' for no longer
+# --force            also while a job runs, which is ended
 # --dry-run          say what would be done, and do nothing; needs no root
 #
 # A token never stands on a command line, where every user of the machine could read it.
@@ -28,6 +30,7 @@ folders="$state/runner $state/work $state/home"
 unit=/etc/systemd/system/gpu-runner.service
 clocks_unit=/etc/systemd/system/gpu-clocks.service
 labels=gpu-benchmark,ephemeral
+remembered=$etc/setup.conf
 
 fail() {
   printf 'setup_gpu_runner: %s\n' "$*" >&2
@@ -36,10 +39,19 @@ fail() {
 
 url='' name='' tarball='' sha256='' token_file='' token_helper='' model='' clocks=''
 python=/opt/gpu-benchmark/bin/python
-dry=0
+dry=0 force=0
+if [[ -r $remembered ]]; then
+  while IFS='=' read -r option value; do
+    case $option in
+      url | name | python | model | clocks) printf -v "$option" %s "$value" ;;
+    esac
+  done <"$remembered"
+fi
+[[ -r $lib/sha256 ]] && sha256=$(<"$lib/sha256")
 while (($#)); do
   case $1 in
     --dry-run) dry=1 ;;
+    --force) force=1 ;;
     -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
     --token | --token=*) fail 'a token is not given as an argument, others could read it: --token-file' ;;
     --url | --name | --tarball | --sha256 | --token-file | --token-helper | --python | --model | --clocks)
@@ -51,6 +63,9 @@ while (($#)); do
   esac
   shift
 done
+
+[[ $model == none ]] && model=''
+[[ $clocks == none ]] && clocks=''
 
 # --- What is given --------------------------------------------------------------------------------
 
@@ -64,7 +79,7 @@ check_options() {
   for path in "$python" "$model"; do
     [[ $path =~ ^(/[A-Za-z0-9._/-]+)?$ ]] || fail "'$path' must be an absolute path without odd characters"
   done
-  [[ -n $tarball ]] || fail '--tarball is missing'
+  [[ -n $tarball || (-r $lib/sha256 && $(<"$lib/sha256") == "$sha256") ]] || fail '--tarball is missing'
   [[ -z $token_file || -z $token_helper ]] || fail 'either --token-file or --token-helper'
   [[ -n $token_file || -n $token_helper || -e $etc/token-helper ]] ||
     fail 'a token is missing: --token-file or --token-helper'
@@ -95,9 +110,39 @@ is_roots() { # PATH
   [[ $(find "$path" -maxdepth 0 -type f -user root ! -perm /022) ]] || { printf '%s' "$path"; return 1; }
 }
 
+# A job sees none of these folders.
+check_seen() { # OPTION PATH
+  local real
+  real=$(readlink -m -- "$2")
+  case $real/ in
+    /root/* | /home/* | /run/user/*) fail "$1: a job cannot see $real, as it can nothing below /root and /home" ;;
+  esac
+}
+
+check_model() {
+  [[ -n $model ]] || return 0
+  check_seen --model "$model"
+  [[ $(find "$model/model.safetensors" -maxdepth 0 -perm -004 2>/dev/null) ]] ||
+    fail "--model: there is no $model/model.safetensors that everybody may read"
+}
+
+# Its own words for this name no package.
+check_libraries() {
+  ((dry)) && return
+  ldconfig -p | grep -q 'libicuuc\.so' ||
+    fail 'the runner needs libicu: your package of it, or bin/installdependencies.sh of the release'
+}
+
+check_idle() {
+  ((dry || force)) && return
+  ! pgrep -u "$user" -f 'bin/Runner\.Worker' >/dev/null 2>&1 ||
+    fail 'a job is running, and would be lost: wait for its end, or --force'
+}
+
 check_python() {
   local other environment
   [[ -x $python ]] || fail "there is no $python"
+  check_seen --python "$python"
   other=$(is_roots "$python") || fail "$other must be root's, and nobody else's to write"
   # What it imports runs as well.
   environment=$(dirname -- "$(dirname -- "$python")")
@@ -122,6 +167,8 @@ check_machine() {
     done
     [[ $(id -u "$user") -ne 0 ]] || fail "$user is root"
   fi
+  check_idle
+  check_model
   # Before root runs it.
   check_python
   "$python" -I -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
@@ -215,6 +262,8 @@ write_settings() {
     printf 'ASV_MACHINE=%s\nPYTHON=%s\nLANG=C.UTF-8\n' "$name" "$python"
     if [[ -n $model ]]; then printf 'LAB_MODEL=%s\n' "$model"; fi
   } | put 644 "$etc/job.env"
+  printf '%s=%s\n' url "$url" name "$name" python "$python" model "$model" clocks "$clocks" |
+    put 644 "$remembered"
 }
 
 take_token() {
@@ -261,8 +310,8 @@ After=network-online.target gpu-clocks.service
 # A runner is good for one job, and for each it needs a token.
 ConditionPathExists=|$etc/token
 ConditionPathExists=|$etc/token-helper
-StartLimitIntervalSec=1h
-StartLimitBurst=12
+# What does not answer now may answer in an hour; meanwhile it is asked twice a minute.
+StartLimitIntervalSec=0
 
 [Service]
 User=$user
@@ -273,7 +322,7 @@ ExecStartPre=+$lib/prepare
 ExecStart=$state/runner/run.sh
 ExecStopPost=+/usr/bin/env find $state -xdev -mindepth 1 -delete
 Restart=always
-RestartSec=15
+RestartSec=30
 # Whatever a job has left running ends with it.
 KillMode=control-group
 TimeoutStopSec=30
@@ -339,6 +388,7 @@ ExecStart=/usr/bin/env nvidia-smi -pm 1
 # Makes /dev/nvidia-uvm, which a job may not.
 ExecStart=-/usr/bin/env nvidia-modprobe -u -c=0
 $lock
+ExecStop=-/usr/bin/env nvidia-smi -rgc
 
 [Install]
 WantedBy=multi-user.target
@@ -347,13 +397,16 @@ EOF
 
 check_options
 check_machine
+check_libraries
 unpack_runner
 make_user
 write_settings
 write_prepare
 write_clocks
 run systemctl daemon-reload
-run systemctl enable --now gpu-clocks.service
+run systemctl enable gpu-clocks.service
+# It stays active once it has run, and would not run again for other clocks.
+run systemctl restart gpu-clocks.service
 # After the clocks, which make the devices that it names.
 write_unit
 take_token

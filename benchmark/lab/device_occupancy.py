@@ -1,8 +1,10 @@
-"""How much of its decoding a real engine keeps the device busy: ``python -m lab.device_occupancy``.
+"""For how much of its decoding an engine has a forward under way: ``python -m lab.device_occupancy``.
 
 The batch of fix #28500: requests with all penalties, speculating along chains. Where
 `lab.modelled_accelerator` gives forwards a length, here they take what the device takes, and the
-occupancy is what the engine's records of them say (`lab.metrics.forward_occupancy`).
+occupancy is what the engine's records of them say (`lab.metrics.forward_occupancy`). Where the host
+launches the kernels of a forward more slowly than the device runs them, the device waits within a
+forward, and that does not show.
 
 The model is SmolLM2-135M-Instruct with its EAGLE head where ``make model`` has put it. A machine without
 a network cannot get it, and there it is a model of the same shape with random weights: its forwards take

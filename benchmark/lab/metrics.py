@@ -11,11 +11,12 @@ of a case, each between two runs of an anchor (see `lab.anchor`), get ratios to 
 ``tokens_per_s``       ``1e6 / us_per_token``
 ``accepted_length``    tokens a request got from one decode step, on average; 1 without speculation
 ``steps_per_token``    ``1 / accepted_length``: smaller is better
-``forward_occupancy``  part of the decode phase in which a forward ran, 0 to 1
+``forward_occupancy``  part of the decode phase in which a forward was under way, 0 to 1
 ``forward_idle``       ``1 - forward_occupancy``: smaller is better
 ``host_us_per_step``   host time to prepare a decode step and to handle its results, median
 ``forward_ms``         duration of a decode step's forward, median
-``draft_ms`` ...       duration of each phase inside it, median, where the engine tells them
+``draft_ms`` ...       duration of each phase inside it, median, where the engine tells them; on CUDA
+                       the time that the host takes to launch it, so they do not add up to the forward
 ``prepare_us``         `filter_batch` and ``prepare_for_decode`` alone (see `lab.hostwork.moves`)
 ``merge_us``           ``merge_batch`` with a batch of one request
 ``filter_us``          ``filter_batch`` that lets it go

@@ -161,6 +161,53 @@ def test_clocks_are_roots() -> None:
     unit = written(dry_run(clocks="1500"), "gpu-clocks.service")
     assert "nvidia-smi -pm 1" in unit and "nvidia-smi -lgc 1500,1500" in unit
     assert "-lgc" not in written(dry_run(), "gpu-clocks.service")
+    # One that is active already has to do it again, and to undo what it did.
+    assert "nvidia-smi -rgc" in unit and "+ systemctl restart gpu-clocks.service" in dry_run()
+
+
+def remembering(tmp_path: Path, *calls: dict[str, str | None]) -> str:
+    """The last of several calls, of which the others have been done as far as a file goes."""
+    etc, lib = tmp_path / "etc", tmp_path / "lib"
+    script = SCRIPT.read_text().replace("/etc/gpu-runner", str(etc))
+    script = script.replace("/usr/local/lib/gpu-runner", str(lib))
+    text = ""
+    for given in calls:
+        options = [part for key, value in given.items() for part in (key, value) if part]
+        done = subprocess.run(
+            ["bash", "-c", script, str(SCRIPT), "--dry-run", *options],
+            input=f"{TOKEN}\n",
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        text = done.stdout + done.stderr
+        if done.returncode == 0:
+            etc.mkdir(exist_ok=True)
+            lib.mkdir(exist_ok=True)
+            (etc / "setup.conf").write_text(written(text, "setup.conf"))
+            (lib / "sha256").write_text(GIVEN["--sha256"])
+    return text
+
+
+def test_what_was_told_before_still_holds(tmp_path: Path) -> None:
+    first = GIVEN | {"--model": "/opt/model", "--clocks": "1500", "--python": "/opt/other/python"}
+    token = {"--token-file": "-"}
+    text = remembering(tmp_path, first, token)
+    settings = written(text, "job.env")
+    assert "ASV_MACHINE=gpu-h200\nPYTHON=/opt/other/python\n" in settings
+    assert "LAB_MODEL=/opt/model\n" in settings
+    assert "-lgc 1500,1500" in written(text, "gpu-clocks.service")
+    assert f"--url {GIVEN['--url']} " in written(text, "prepare").replace("\\\n", "")
+    assert "this release is unpacked" in text
+    # Until it is told otherwise.
+    text = remembering(tmp_path, first, token | {"--model": "none", "--clocks": "none"})
+    assert "LAB_MODEL" not in written(text, "job.env")
+    assert "-lgc" not in written(text, "gpu-clocks.service")
+    text = remembering(tmp_path, first, token | {"--sha256": "f" * 64})
+    assert "--tarball is missing" in text
+    # What stands there is checked like what is given.
+    (tmp_path / "etc" / "setup.conf").write_text("name=gpu-h200;id\nurl=https://x.org/y\n")
+    assert "--name must be like gpu-h200" in remembering(tmp_path, token)
 
 
 def test_the_machine_is_called_the_same_in_every_job() -> None:
@@ -208,10 +255,53 @@ def functions(call: str, **env: str) -> subprocess.CompletedProcess[str]:
     looks = re.search(r"^fail\(\) \{.*?^\}\n", rest, re.M | re.S)
     given = rest.partition("# --- What is given")[2].partition("# --- What is done")[0]
     assert looks and "set -euo pipefail" in head and "check_machine" in given
-    text = f"set -euo pipefail\nuser=nobody-of-this-machine dry=0\n{looks[0]}#{given}\n{call}\n"
+    options = "user=nobody-of-this-machine dry=0 force=0 model=${model:-}"
+    text = f"set -euo pipefail\n{options}\n{looks[0]}#{given}\n{call}\n"
     return subprocess.run(
         ["bash", "-c", text], env=os.environ | env, capture_output=True, text=True, timeout=60
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "seen"), [("/bin/sh", True), ("/root/x", False), ("/home/y/z", False), ("/", True)]
+)
+def test_what_a_job_cannot_see_is_refused(path: str, seen: bool, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for given in (path, str(link)):
+        done = functions(f"check_seen --python {given}")
+        assert (done.returncode == 0) is seen
+        assert seen or "--python: a job cannot see" in done.stderr
+
+
+def test_a_model_is_one_that_everybody_may_read(tmp_path: Path) -> None:
+    refused = f"there is no {tmp_path}/model.safetensors that everybody may read"
+    assert refused in functions("check_model", model=str(tmp_path)).stderr
+    weights = tmp_path / "model.safetensors"
+    weights.touch(mode=0o600)
+    weights.chmod(0o600)
+    assert refused in functions("check_model", model=str(tmp_path)).stderr
+    weights.chmod(0o644)
+    for model in (str(tmp_path), ""):
+        assert functions("check_model", model=model).returncode == 0
+
+
+def test_a_job_that_runs_is_not_ended_unless_it_is_meant(tmp_path: Path) -> None:
+    """By the name that the runner gives to what runs it."""
+    (tmp_path / "bin").mkdir()
+    worker = tmp_path / "bin" / "Runner.Worker"
+    worker.write_text("#!/bin/sh\nsleep 60\n")
+    worker.chmod(0o755)
+    me = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    call = f"user={me}; check_idle"
+    assert functions(f"force=0; {call}").returncode == 0
+    with subprocess.Popen([str(worker)], start_new_session=True) as job:
+        try:
+            done = functions(f"force=0; {call}")
+            assert done.returncode == 2 and "a job is running" in done.stderr
+            assert functions(f"force=1; {call}").returncode == 0
+        finally:
+            os.killpg(job.pid, 9)
 
 
 def test_what_is_roots_alone() -> None:
@@ -238,7 +328,7 @@ def test_what_others_may_change_or_replace_is_not_roots_alone(tmp_path: Path) ->
 @pytest.mark.parametrize("what", ["file", "folder", "target", "package"])
 def test_root_does_not_run_what_is_somebody_elses(what: str) -> None:
     # Below a folder that is root's, as the temporary ones are not.
-    place = Path("/opt") if Path("/opt").stat().st_mode & 0o022 == 0 else Path("/root")
+    place = Path("/opt") if Path("/opt").stat().st_mode & 0o022 == 0 else Path("/srv")
     root = Path(tempfile.mkdtemp(prefix="gpu-runner-test-", dir=place))
     try:
         (root / "venv" / "bin").mkdir(parents=True)

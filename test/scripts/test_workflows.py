@@ -117,8 +117,20 @@ def test_a_change_of_whatever_it_runs_starts_it() -> None:
         pending |= {name for name in known if (scripts / name).is_file()} - found
     assert {"gpu_landmarks.py", "keep_gpu_results.sh", "process_sessions.py", "bench.py"} <= found
     patterns = load(GPU)["on"]["push"]["paths"]
-    for name in found:
-        assert any(fnmatch.fnmatch(f"scripts/{name}", pattern) for pattern in patterns), name
+    # What asv is told, and the head that real cases draft with.
+    others = ["asv.conf.json", "assets/eagle-smollm2-135m/config.json", "python/pyproject.toml"]
+    for name in (*(f"scripts/{name}" for name in found), *others):
+        assert (REPO_ROOT / name).is_file()
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
+
+
+def test_no_push_takes_the_place_of_mondays_landmarks() -> None:
+    document = load(GPU)
+    group = document["concurrency"]["group"]
+    assert "github.event_name == 'schedule' && 'landmarks' || 'commits'" in group
+    assert document["concurrency"]["cancel-in-progress"] is False
+    # The page has one place.
+    assert "github" not in document["jobs"]["publish"]["concurrency"]
 
 
 def test_no_pull_request_comes_near_the_gpu() -> None:
