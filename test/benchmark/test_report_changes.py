@@ -151,6 +151,10 @@ def test_the_page_says_which_numbers_are_exact() -> None:
     assert "0 → 1 stalls from before to after, no ratio: worse." in texts.sentence(
         results, MACHINE, "overlap", "count", "new"
     )
+    said = texts.sentence(results, MACHINE, "overlap", "count", "gone")
+    assert "1 → 0 stalls from before to after, better." in said
+    gone = change(results, "gone")
+    assert texts.largest([gone]) == "overlap gone, count: 1 → 0"
     exact = make("stalls", gone=(1.0, 0.0))
     assert "Exact: the same in every run" in page.render(exact)
 

@@ -53,6 +53,8 @@ def _ratio(change: changes.Change | None) -> str:
         return "no ratio."
     if not math.isfinite(change.ratio):
         return f"no ratio: {change.verdict}."
+    if change.ratio == 0:
+        return f"{change.verdict}."  # nothing times anything
     text = f"{wording.factor(change.ratio)} times"
     if math.isfinite(change.low) and change.low != change.high:
         text += f" {wording.interval(change.low, change.high)}"
@@ -118,8 +120,10 @@ def largest(found: Sequence[changes.Change]) -> str:
     change = next((c for c in found if c.changed and math.isfinite(c.ratio)), None)
     if change is None:
         return ""
-    text = f"{change.question} {change.case}, {wording.label(change.metric)}"
-    text += f": {wording.factor(change.ratio)} times"
+    text = f"{change.question} {change.case}, {wording.label(change.metric)}: "
+    if change.ratio == 0:
+        return f"{text}{wording.number(change.before.value)} → 0"
+    text += f"{wording.factor(change.ratio)} times"
     if change.low != change.high:
         text += f" {wording.interval(change.low, change.high)}"
     return text
