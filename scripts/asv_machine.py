@@ -47,7 +47,7 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmark"))
 
-from lab.devices import DEVICE_VARIABLE
+from lab.devices import DEVICE_VARIABLE, OFF_GPU
 
 NONE: Final = "none"
 FIELDS: Final = ("gpu", "driver", "cuda", "torch", "triton")
@@ -55,7 +55,6 @@ MACHINE_FILE: Final = "~/.asv-machine.json"
 # Of asv's machine file.
 API_VERSION: Final = 1
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-OFF_GPU: Final = "-cpu"
 _PROC: Final = Path("/proc/driver/nvidia/version")
 
 Entry = dict[str, str]

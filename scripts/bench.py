@@ -52,6 +52,7 @@ sys.path.append(str(REPO_ROOT / "benchmark"))
 from lab import asv_files  # noqa: E402
 from lab.cases import CASES, QUESTIONS  # noqa: E402
 from lab.formats import busy_notes, significant  # noqa: E402
+from lab.history import QUICK_CLASSES  # noqa: E402
 from lab.remote import end_on_signals  # noqa: E402
 
 
@@ -118,8 +119,7 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
         Shown("penalty_state_bytes", "penalties, MB", lambda n: n / 1e6),
     ),
 }
-# asv's regular expression for the classes of the quick sets: all that are not called ...More.
-QUICK: Final = r"^\w+\.(?!\w*More\.)"
+QUICK: Final = rf"^\w+\.{QUICK_CLASSES}"
 # Of questions with many cases the table shows those of the quick set, and others if asked for.
 _MANY: Final = ("decode", "overlap")
 # Seconds. asv takes some for the suite, and there is no end to what it may do with odd numbers.

@@ -130,10 +130,8 @@ def calibrate(scratch: Path) -> float:
                 for worker in (one, other):
                     worker.run(CALIBRATED, warm_up=True)
                 for _ in range(4):
-                    us = [
-                        (worker.run(CALIBRATED) or {})["host_us_per_step"]
-                        for worker in (one, other)
-                    ]
+                    found = [worker.run(CALIBRATED) for worker in (one, other)]
+                    us = [round_["host_us_per_step"] for round_ in found]
                     host.append(us[0])
                     extra.append(us[1] - us[0])
     for side in (plain, burning):
@@ -175,10 +173,11 @@ def run_trial(base: Side, head: Side, minutes: float) -> dict[str, Any]:
     """What a comparison found, or the error that it ended with."""
     started = time.monotonic()
     load = os.getloadavg()[0]
-    cases = DEFAULT_CASES
     found: dict[str, Any] = {"pairs": 0, "verdicts": []}
     try:
-        compared = compare(base, head, cases, minutes, None, lambda *_: None, lambda _: None)
+        compared = compare(
+            base, head, DEFAULT_CASES, minutes, None, lambda *_: None, lambda _: None
+        )
         found["pairs"] = len(compared.pairs)
         found["verdicts"] = [_rounded(asdict(verdict)) for verdict in compared.judge()]
         names, logs = compared.log_ratios()

@@ -257,9 +257,8 @@ def _delayed(
     result = Occupancy(f"{case.partition('/')[2]}, delayed forwards")
     yield result
     for name, package, seconds in _in_shares(found, clock):
-        outcome = run_cases([case], package=package.folder, rounds=1, processes=1, seconds=seconds)[
-            case
-        ]
+        asked = run_cases([case], package=package.folder, rounds=1, processes=1, seconds=seconds)
+        outcome = asked[case]
         result.detail[name] = {k: v for k, v in outcome.items() if k != "rounds"}
         setattr(result, name, outcome.get("metrics", {}).get("fwd_occupancy"))
         say(f"{result.what}, {name} #{FIX}: {_shown(getattr(result, name), outcome)}")

@@ -126,10 +126,11 @@ check_model() {
     fail "--model: there is no $model/model.safetensors that everybody may read"
 }
 
-# Its own words for this name no package.
+# Without it the runner ends when it is to register, behind the token.
 check_libraries() {
   ((dry)) && return
-  ldconfig -p | grep -q 'libicuuc\.so' ||
+  # Read to its end: ldconfig would fail if grep went away before.
+  [[ $(ldconfig -p | grep -c 'libicuuc\.so') -gt 0 ]] ||
     fail 'the runner needs libicu: your package of it, or bin/installdependencies.sh of the release'
 }
 

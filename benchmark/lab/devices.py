@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_VARIABLE: Final = "LAB_DEVICE"
+OFF_GPU: Final = "-cpu"
+"""Ends what a machine is called as long as its GPU is not used."""
 
 
 def chosen() -> str:

@@ -31,6 +31,9 @@ from lab.arguments import positive_int
 from lab.cases import PROCESSES, QUESTIONS
 from lab.run import Event, run_cases
 
+# For asv's regular expressions, behind the name of a question's file: the classes of quick sets.
+QUICK_CLASSES = r"(?!\w*More\.)"
+
 # Names a file that gets the events of the measurement, for whoever shows progress: asv keeps to itself
 # what a benchmark prints.
 EVENTS_VARIABLE = "LAB_EVENTS"

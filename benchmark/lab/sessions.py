@@ -197,8 +197,8 @@ class Session:
             from lab.modelled_accelerator import ModelledAccelerator, blocking_sites
 
             # On CUDA what blocks does so by itself.
-            is_cuda = overrides.get("device", devices.chosen()) == "cuda"
-            sites = frozenset() if is_cuda else blocking_sites(setup.speculative, "all")
+            on_cuda = devices.chosen() == "cuda"
+            sites = frozenset() if on_cuda else blocking_sites(setup.speculative, "all")
             self.accelerator = ModelledAccelerator(sites)
             overrides["thread_context"] = self.accelerator.thread_context
             overrides.setdefault("device", self.accelerator.device)

@@ -422,14 +422,19 @@ def test_cells_are_chosen(script: ModuleType) -> None:
     assert script.main(["--cells", "nowhere"]) == 2
 
 
+@pytest.fixture
+def tiny_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quick set of tiny cells, without a release of SGLang."""
+    monkeypatch.setattr(costs, "QUICK", tuple(TINY.values()))
+    monkeypatch.setattr(upstream_penalties, "is_there", lambda version: False)
+
+
 def test_the_command(
     script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_set: None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(costs, "QUICK", tuple(TINY.values()))
-    monkeypatch.setattr(upstream_penalties, "is_there", lambda version: False)
     file = tmp_path / "found" / "penalties.json"
     options = ["--quick", "--threads", "2", "--seconds", "0.01", "--json", str(file)]
     assert script.main([*options, "--dense-backend", "torch"]) == 0
@@ -443,13 +448,12 @@ def test_the_command(
 
 def test_a_cell_that_is_wrong_leaves_the_others(
     script: ModuleType,
+    tiny_set: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """But behind an error of the device nothing can be believed."""
-    monkeypatch.setattr(costs, "QUICK", tuple(TINY.values()))
-    monkeypatch.setattr(upstream_penalties, "is_there", lambda version: False)
     file, cells = tmp_path / "penalties.json", list(TINY.values())
     options = ["--quick", "--threads", "1", "--seconds", "0.01", "--json", str(file)]
     measure = costs.measure

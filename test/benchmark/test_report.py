@@ -607,6 +607,29 @@ def test_equal_commits_are_hardly_ever_called_different(repo: Path, tmp_path: Pa
     assert wrong <= 2
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "report: interrupted"),
+        (PermissionError(errno.EACCES, "Permission denied", "results"), 1, "Permission denied"),
+    ],
+)
+def test_what_ends_it_is_said_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    directory: Path,
+    error: BaseException,
+    status: int,
+    said: str,
+) -> None:
+    def read(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(report, "read", read)
+    assert report.main(["--results", str(directory)]) == status
+    assert said in capsys.readouterr().err
+
+
 def test_results_without_samples_have_no_band(repo: Path, shas: list[str], tmp_path: Path) -> None:
     found = report.read(repo, [made.write_results(tmp_path, shas, samples=False, machines=(CPU,))])
     reading = found.reading(key(shas, 1, "us_per_token_ratio", "real-b1"))

@@ -304,6 +304,18 @@ def test_a_job_that_runs_is_not_ended_unless_it_is_meant(tmp_path: Path) -> None
             os.killpg(job.pid, 9)
 
 
+def test_the_library_that_the_runner_wants_is_looked_for(tmp_path: Path) -> None:
+    """Among more lines than a pipe holds, of which it is the first."""
+    ldconfig = tmp_path / "ldconfig"
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for first, status in (("libicuuc.so.72 (libc6,x86-64)", 0), ("libc.so.6", 2)):
+        ldconfig.write_text(f"#!/bin/sh\necho '{first}'\nseq -f 'a library %.0f' 50000\n")
+        ldconfig.chmod(0o755)
+        done = functions("check_libraries", **env)
+        assert done.returncode == status, done.stderr
+    assert "the runner needs libicu" in done.stderr
+
+
 def test_what_is_roots_alone() -> None:
     assert Path("/bin/sh").resolve().stat().st_uid == 0
     assert functions("is_roots /bin/sh").returncode == 0

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from lab.devices import OFF_GPU
 from lab.report.noise import Noise, by_case, process_logs
 
 STALLED = "stalled"
@@ -42,7 +43,7 @@ class Machine:
     @property
     def is_off_gpu(self) -> bool:
         """Whether it has a GPU that was not used, as its name says (see ``scripts/asv_machine.py``)."""
-        return not self.is_gpu and self.name.endswith("-cpu")
+        return not self.is_gpu and self.name.endswith(OFF_GPU)
 
     @property
     def key(self) -> str:

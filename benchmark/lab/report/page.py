@@ -178,20 +178,15 @@ def figure(results: Results, question: Question, metric: str) -> Figure:
     machines = results.machines_with(question.name, metric)
     numbered = tuple((results.machines.index(machine), machine) for machine in machines)
     drawn = {case: _draw(results, question, metric, case, relative) for case in question.cases}
+    more = tuple(panel for case, panel in drawn.items() if panel and not question.cases[case])
     return Figure(
         wording.label(metric),
         question.units.get(metric, ""),
         _figure_note(results, question, metric, relative),
         numbered,
         tuple(panel for case, panel in drawn.items() if panel and question.cases[case]),
-        tuple(panel for case, panel in drawn.items() if panel and not question.cases[case]),
-        tuple(
-            wording.commands(
-                question.name,
-                machines,
-                more=any(panel and not question.cases[case] for case, panel in drawn.items()),
-            )
-        ),
+        more,
+        tuple(wording.commands(question.name, machines, more=bool(more))),
     )
 
 

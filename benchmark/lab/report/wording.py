@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from lab.formats import significant
+from lab.history import QUICK_CLASSES
 from lab.metrics import RATIO
 from lab.report.data import STALLED, Machine, Question
 
@@ -180,8 +181,7 @@ def commands(
         Where it is to be run, and the command, ready to be pasted into a shell.
     """
     regex = rf"^{question}\."
-    # asv's names for the quick set: all that are not called ...More.
-    of_class = regex if more else rf"{regex}(?!\w*More\.)"
+    of_class = regex if more else regex + QUICK_CLASSES
     # A state of a machine cannot be brought back by a command, so each machine is there once.
     found = {}
     for machine in machines:
