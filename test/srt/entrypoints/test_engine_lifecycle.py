@@ -289,6 +289,34 @@ def test_a_leak_is_a_death(overlap: bool, make_engine: Callable[..., Engine]) ->
             engine.generate(input_ids=[5], sampling_params=LONG)
 
 
+@LOOPS
+def test_a_leak_is_found_when_idle_and_not_with_the_next_request(
+    overlap: bool, make_engine: Callable[..., Engine]
+) -> None:
+    with make_engine(disable_overlap_schedule=not overlap) as engine:
+        engine.scheduler.check_busy = False
+        engine.scheduler.token_to_kv_pool_allocator.alloc(1)
+        engine.generate(input_ids=[5], sampling_params=SHORT)
+        engine._thread.join(timeout=20)
+        assert not engine._thread.is_alive()
+        with pytest.raises(RuntimeError, match=r"the engine has died: .* memory leak detected"):
+            engine.generate(input_ids=[5], sampling_params=SHORT)
+
+
+@LOOPS
+def test_a_leak_is_found_before_the_end(
+    overlap: bool, make_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that is shut down while it runs looks once more."""
+    engine = make_engine(disable_overlap_schedule=not overlap)
+    engine.scheduler.check_busy = False
+    engine.scheduler.token_to_kv_pool_allocator.alloc(1)
+    stream = engine.generate(input_ids=[5], sampling_params=LONG, stream=True)
+    next(stream)
+    engine.shutdown()
+    assert "memory leak detected" in caplog.text
+
+
 @pytest.mark.parametrize("thread", ["scheduler", "forward-stream"])
 def test_a_context_that_cannot_be_entered_is_a_death(
     thread: str, make_engine: Callable[..., Engine]

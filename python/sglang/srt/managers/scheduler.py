@@ -330,9 +330,9 @@ class Scheduler(SchedulerOutputProcessorMixin):
         self._inbox.put(_SHUTDOWN)
 
     def _receive(self) -> bool:
-        """Take in new messages; with nothing to do, wait for one. False once there is no more to do."""
+        """Take in new messages; when idle, wait for one. False once an idle pass has found all done."""
         self.process_input_requests(self.recv_requests())
-        return not (self._stopped and self._has_nothing_to_do())
+        return not (self._stopped and self._was_idle and self._has_nothing_to_do())
 
     def _has_nothing_to_do(self) -> bool:
         return (
@@ -345,12 +345,12 @@ class Scheduler(SchedulerOutputProcessorMixin):
     def recv_requests(self) -> list[Any]:
         """Messages that have come in."""
         messages = []
-        if self.cur_batch is None and self.last_batch is None and not self._stopped:
-            # Nothing in flight. Where requests are left, the next pass finds room for one or gives one
-            # up; should it not, do not wait at full speed.
+        if self._was_idle and self.cur_batch is None and self.last_batch is None and not self._stopped:
+            # Nothing in flight, nor left behind. Where requests are left, the next pass finds room for
+            # one or gives one up; should it not, do not wait at full speed.
             if self._has_nothing_to_do():
                 messages.append(self._inbox.get())
-            elif self._was_idle:
+            else:
                 with contextlib.suppress(queue.Empty):
                     messages.append(self._inbox.get(timeout=0.001))
         with contextlib.suppress(queue.Empty):
