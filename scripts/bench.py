@@ -35,7 +35,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -52,7 +52,8 @@ sys.path.append(str(REPO_ROOT / "benchmark"))
 from lab import asv_files  # noqa: E402
 from lab.cases import CASES, QUESTIONS  # noqa: E402
 from lab.formats import busy_notes, significant  # noqa: E402
-from lab.history import QUICK_CLASSES  # noqa: E402
+from lab.history import PROCESSES_VARIABLE, QUICK_CLASSES, ROUNDS_VARIABLE  # noqa: E402
+from lab.models import DRAFT_VARIABLE, MODEL_VARIABLE  # noqa: E402
 from lab.remote import end_on_signals  # noqa: E402
 
 
@@ -94,7 +95,12 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
         Shown("forward_idle", "forward occupancy", lambda x: 1 - x, more_is_better=True),
         Shown("steps_per_token", "accepted length", _inverse, more_is_better=True),
     ),
-    "mixed": (*_LATENCY, Shown("score_p50_ms", "scoring p50, ms")),
+    "mixed": (
+        Shown("unfinished", "generations unfinished"),
+        *_LATENCY,
+        Shown("ttft_p50_ms", "first token p50, ms"),
+        Shown("score_p50_ms", "scoring p50, ms"),
+    ),
     "overlap": (
         Shown("model_forwards_per_step", "MODEL occupancy", _inverse, more_is_better=True),
         Shown("model_itl_p50_ms", "MODEL ITL p50, ms"),
@@ -105,7 +111,7 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
     ),
     "penalties": (
         Shown("us_per_step", "penalties, us/step"),
-        Shown("us_per_step_ratio", "the same by a dense pass"),
+        Shown("us_per_step_ratio", "the same, in anchors"),
         Shown("us_per_join", "finish and join, us"),
     ),
     "scheduler": (
@@ -119,6 +125,7 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
         Shown("penalty_state_bytes", "penalties, MB", lambda n: n / 1e6),
     ),
 }
+CHANGING_VARIABLES: Final = (ROUNDS_VARIABLE, PROCESSES_VARIABLE, MODEL_VARIABLE, DRAFT_VARIABLE)
 QUICK: Final = rf"^\w+\.{QUICK_CLASSES}"
 # Of questions with many cases the table shows those of the quick set, and others if asked for.
 _MANY: Final = ("decode", "overlap")
@@ -657,7 +664,7 @@ def bench(args: argparse.Namespace, repo: Path, shas: list[str], console: Any) -
     if git(repo, "status", "--porcelain", "--", "python").strip():
         console.print("python/ has changes that are not committed: they are not measured.")
     machine = _named(args.machine, make_machine_known)
-    for note in busy_notes(threads=2):
+    for note in (*busy_notes(threads=2), *_changed_notes(os.environ)):
         console.print(f"[bold]{note}; what is kept is measured again by --rerun[/]")
     options = ["--record-samples", "--machine", machine]
     options += [] if args.rerun else ["--skip-existing-successful"]
@@ -667,6 +674,14 @@ def bench(args: argparse.Namespace, repo: Path, shas: list[str], console: Any) -
     with Progress(console, cases) as progress:
         status = run_asv(repo, shas, options, progress)
     return load_results(repo, machine, shas, asked), status
+
+
+def _changed_notes(environ: Mapping[str, str]) -> list[str]:
+    """What is to be said of variables that change what is measured, and are easily left behind."""
+    found = [name for name in CHANGING_VARIABLES if environ.get(name)]
+    return [
+        f"{name}={environ[name]} changes what is measured, and so what is kept" for name in found
+    ]
 
 
 def chosen(regexes: Sequence[str], full: bool) -> list[str]:

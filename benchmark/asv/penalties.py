@@ -11,7 +11,8 @@ from lab import history
 class Penalties(history.Common):
     """The commit's penalties without an engine: the sparse ones, or dense where there are none yet.
 
-    A ratio is to three dense passes of plain torch over 64 rows of 32,000 logits.
+    A ratio is to dense passes of plain torch over logits of 32,000 tokens: three over 64 rows, on CUDA
+    six over 1024 (see `lab.anchor`).
     """
 
     # asv does not see a change in the lab: count up when a number gets another meaning.

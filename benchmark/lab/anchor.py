@@ -4,7 +4,8 @@ On a shared machine the same code takes a different time each minute. What the m
 anchor, it does to the round beside it too, so their ratio moves far less than either. An anchor never
 changes: results of different commits, days and machines are comparable through it.
 
-It runs in a process of its own, ``python -m lab.anchor KIND``, for the reason that `lab.remote` gives.
+It runs in a process of its own, ``python -m lab.anchor KIND ...``, for the reason that `lab.remote`
+gives.
 """
 
 from __future__ import annotations
@@ -124,17 +125,18 @@ def _python_loop(turns: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the anchor once for each question; answer with its ``seconds``."""
+    """Run each anchor once for each question; answer with their ``seconds`` by kind."""
     parser = argparse.ArgumentParser(prog="lab.anchor", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kinds", choices=KINDS, nargs="+", metavar="KIND")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
 
     def make() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        anchor = Anchor(args.kind)
-        anchor()
-        return lambda question: {"seconds": anchor()}
+        anchors = {kind: Anchor(kind) for kind in args.kinds}
+        for anchor in anchors.values():
+            anchor()
+        return lambda question: {"seconds": {kind: anchor() for kind, anchor in anchors.items()}}
 
     answer(make)
 

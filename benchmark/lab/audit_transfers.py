@@ -36,7 +36,7 @@ from lab.cases import DRAFT_SHAPES, Case, Setup
 from lab.fake_engine import MEANT, watched_engine
 from lab.metrics import WorkNotDone, check_pools, check_results
 from lab.remote import end_on_signals
-from lab.transfer_ledger import Transfer, TransferLedger, blocking_of, render, totals_of
+from lab.transfer_ledger import D2H, Transfer, TransferLedger, blocking_of, render, totals_of
 
 PENALTIES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -233,7 +233,7 @@ class TransferSession:
         Raises
         ------
         WorkNotDone
-            If there were not so many steps.
+            If there were not so many steps, or not even their results were seen to cross.
         """
         found = audit(
             self._setup.speculative,
@@ -244,6 +244,8 @@ class TransferSession:
         )
         if found.steps != case.output_len:
             raise WorkNotDone(f"{found.steps} decode steps were seen, not {case.output_len}")
+        if not any(t.kind == D2H for t in found.transfers):
+            raise WorkNotDone("no result was seen to come from the device: the ledger sees nothing")
         crossing = [t for t in found.transfers if not t.allowed]
         return {
             "blocking_per_step": len(found.blocking()) / found.steps,

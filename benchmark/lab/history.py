@@ -29,6 +29,7 @@ from typing import Any
 
 from lab.arguments import positive_int
 from lab.cases import PROCESSES, QUESTIONS
+from lab.metrics import DEVICE_ONLY
 from lab.run import Event, run_cases
 
 # For asv's regular expressions, behind the name of a question's file: the classes of quick sets.
@@ -101,12 +102,14 @@ def require(results: Results, case: str) -> None:
 
 
 def value(results: Results, case: str, metric: str) -> float | Samples:
-    """A metric of a case, with samples if its rounds differ; NaN where the commit stalls.
+    """A metric of a case, with samples if its rounds differ.
+
+    It is NaN where the commit stalls, and of `lab.metrics.DEVICE_ONLY` where the device has none.
 
     Raises
     ------
     RuntimeError
-        If the case failed.
+        If the case failed, or has no such metric.
     """
     result = results[case]
     if result["outcome"] == "failed":
@@ -114,7 +117,9 @@ def value(results: Results, case: str, metric: str) -> float | Samples:
     if result["outcome"] == "stalls":
         return math.nan
     if any(metric not in round_ for round_ in result["rounds"]):
-        return math.nan  # not on this device
+        if metric not in DEVICE_ONLY:
+            raise RuntimeError(f"not every round of {case} has a metric {metric}")
+        return math.nan
     found = [round_[metric] for round_ in result["rounds"]]
     if len(set(found)) == 1:
         return float(found[0])

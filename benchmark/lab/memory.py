@@ -191,6 +191,8 @@ class MemorySession(Session):
         peaks = self._boundaries.peaks[EDGE:-EDGE]
         if not peaks:
             raise metrics.WorkNotDone(f"{len(self._boundaries.peaks)} decode steps are too few")
+        if case.penalties and not self._boundaries.penalty_bytes:
+            raise metrics.WorkNotDone("penalties hold nothing, or it is not known where")
         return {
             "peak_step_bytes": float(max(peaks)),
             "penalty_state_bytes": float(self._boundaries.penalty_bytes),

@@ -5,15 +5,18 @@ of a case, each between two runs of an anchor (see `lab.anchor`), get ratios to 
 `summarise` sums them up.
 
 =====================  ==========================================================================
-``us_per_token``       wall time of the decode steps, in microseconds, by the tokens they produced
-``itl_p50_ms``         inter-token latency of decode steps, median over tokens
-``itl_p99_ms``         the same, 99th percentile
+``us_per_token``       wall time of the decode steps, in microseconds, by the tokens they produced; of
+                       mixed work, from the first token to the last, with what is scored meanwhile
+``itl_p50_ms``         inter-token latency of decode steps, median over tokens; those that come of one
+                       step share its time. Of mixed work, between arrivals; modelled, median over steps
+``itl_p99_ms``         the same, 99th percentile: of a round of fewer than 100 steps the slowest one's
 ``tokens_per_s``       ``1e6 / us_per_token``
 ``accepted_length``    tokens a request got from one decode step, on average; 1 without speculation
 ``steps_per_token``    ``1 / accepted_length``: smaller is better
 ``forward_occupancy``  part of the decode phase in which a forward was under way, 0 to 1
 ``forward_idle``       ``1 - forward_occupancy``: smaller is better
-``host_us_per_step``   host time to prepare a decode step and to handle its results, median
+``host_us_per_step``   host time to prepare a decode step and to handle its results, median; modelled,
+                       mean without stalls
 ``forward_ms``         duration of a decode step's forward, median
 ``draft_ms`` ...       duration of each phase inside it, median, where the engine tells them; on CUDA
                        the time that the host takes to launch it, so they do not add up to the forward
@@ -57,6 +60,12 @@ TIME_UNITS = {
     "merge_us": 1e-6,
     "filter_us": 1e-6,
 }
+
+HOST_TIMES: Final = frozenset({"host_us_per_step", "prepare_us", "merge_us", "filter_us"})
+"""Those of the host alone, which go by its own anchor where there is one."""
+
+DEVICE_ONLY: Final = frozenset({"stalls_per_step"})
+"""Metrics that not every device has."""
 
 
 class WorkNotDone(RuntimeError):
@@ -256,6 +265,54 @@ def check_results(
             )
 
 
+def check_speculation(results: Sequence[Mapping[str, Any]], is_real: bool) -> None:
+    """See that drafts were verified for each request, and that some were accepted.
+
+    Parameters
+    ----------
+    results : sequence of dict
+    is_real : bool
+        Whether the drafts are so good that some are accepted.
+
+    Raises
+    ------
+    WorkNotDone
+        If not.
+    """
+    for i, result in enumerate(results):
+        if not result["meta_info"].get("spec_verify_ct", 0):
+            raise WorkNotDone(f"request {i} was to be speculated for, and had no verification")
+    if is_real and accepted_length(results) <= 1:
+        raise WorkNotDone("no token of any draft was accepted")
+
+
+def check_batches(round_: Round, batch_size: int, steps: int) -> None:
+    """See that all requests decode together, as long as none can have ended, and none is retracted.
+
+    Parameters
+    ----------
+    round_ : Round
+    batch_size : int
+        All requests.
+    steps : int
+        Decode steps that none of them can end in.
+
+    Raises
+    ------
+    WorkNotDone
+        If not: what is measured would be a smaller batch.
+    """
+    for i, result in enumerate(round_.results):
+        if count := result["meta_info"]["retraction_count"]:
+            raise WorkNotDone(f"request {i} was retracted, {count} times")
+    sizes = [step.record.batch_size for step in round_.steps if step.decodes][:steps]
+    if sizes != [batch_size] * steps:
+        raise WorkNotDone(
+            f"the first {len(sizes)} decode steps had {min(sizes, default=0)} to "
+            f"{max(sizes, default=0)} requests; {steps} of {batch_size} were wanted"
+        )
+
+
 def check_steps(round_: Round) -> None:
     """See that the steps account for every token of the results, each forward once.
 
@@ -277,7 +334,7 @@ def check_steps(round_: Round) -> None:
 
 
 def check_pools(scheduler: Any, timeout: float = 0.0) -> None:
-    """See that all KV slots and rows are free.
+    """See that all KV slots and rows are free, and no request has penalties.
 
     Parameters
     ----------
@@ -293,14 +350,18 @@ def check_pools(scheduler: Any, timeout: float = 0.0) -> None:
     """
     limit = time.perf_counter() + timeout
     wanted = (scheduler.max_total_num_tokens, scheduler.req_to_token_pool.size)
+    # Which dense penalties have not, and not every commit has others.
+    planner = getattr(scheduler, "penalty_planner", None)
     while True:
         slots = scheduler.token_to_kv_pool_allocator.available_size()
         rows = scheduler.req_to_token_pool.available_size()
-        if (slots, rows) == wanted:
+        penalized = len(planner) if planner is not None else 0
+        if (slots, rows, penalized) == (*wanted, 0):
             return
         if time.perf_counter() > limit:
             raise WorkNotDone(
-                f"{slots} KV slots and {rows} rows are free at rest, of {wanted[0]} and {wanted[1]}"
+                f"{slots} KV slots and {rows} rows are free at rest, of {wanted[0]} and {wanted[1]}; "
+                f"{penalized} requests have penalties"
             )
         time.sleep(0.001)
 
@@ -326,34 +387,43 @@ def check_scores(results: Sequence[Mapping[str, Any]], prompts: Sequence[Sequenc
 
 
 def with_ratios(
-    rounds: Sequence[Mapping[str, float]], anchors: Sequence[float]
+    rounds: Sequence[Mapping[str, float]], anchors: Sequence[Mapping[str, float]]
 ) -> list[dict[str, float]]:
-    """The rounds of one process, each with the ratios of its times to the anchor.
+    """The rounds of one process, each with the ratios of its times to an anchor.
 
     Parameters
     ----------
     rounds : sequence of dict
         Metrics of each round.
-    anchors : sequence of float
-        Seconds that the anchor took before, between and after the rounds: one more than rounds. A
-        round's anchor is the mean of its two neighbours.
+    anchors : sequence of dict
+        Seconds that the anchor of each kind took before, between and after the rounds: one more than
+        rounds. A round's anchor is the mean of its two neighbours: that of the first kind, and for
+        `HOST_TIMES` that of the kind ``host``, if there is one.
 
     Returns
     -------
     list of dict
-        Ratios have no unit: the metric's time by the anchor's. ``anchor_ms`` is the latter.
+        Ratios have no unit: the metric's time by the anchor's. ``anchor_ms`` is the latter, of the
+        first kind, and ``host_anchor_ms`` that of the host, if it is another one.
     """
     if not rounds or len(anchors) != len(rounds) + 1:
         raise ValueError(f"{len(anchors)} anchors do not enclose {len(rounds)} rounds")
     found = []
     for metrics, before, after in zip(rounds, anchors, anchors[1:], strict=False):
-        anchor = (before + after) / 2
+        seconds = {kind: (before[kind] + after[kind]) / 2 for kind in before}
+        kind, *_ = seconds
+        host_kind = "host" if "host" in seconds else kind
         ratios = {
-            f"{name}{RATIO}": value * TIME_UNITS[name] / anchor
+            f"{name}{RATIO}": value
+            * TIME_UNITS[name]
+            / seconds[host_kind if name in HOST_TIMES else kind]
             for name, value in metrics.items()
             if name in TIME_UNITS
         }
-        found.append({**metrics, **ratios, "anchor_ms": 1e3 * anchor})
+        told = {"anchor_ms": 1e3 * seconds[kind]}
+        if host_kind != kind:
+            told["host_anchor_ms"] = 1e3 * seconds[host_kind]
+        found.append({**metrics, **ratios, **told})
     return found
 
 

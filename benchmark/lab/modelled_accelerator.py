@@ -59,9 +59,19 @@ _TOKEN: Final = 7
 
 
 def blocking_sites(speculative: str, penalties: str) -> frozenset[str]:
-    """Lines (``file:line``) that block the scheduler in a decode step, as a ledger sees them."""
+    """Lines (``file:line``) that block the scheduler in a decode step, as a ledger sees them.
+
+    Raises
+    ------
+    WorkNotDone
+        If the ledger does not see the scheduler wait for results, by which its thread is known.
+    """
     found = audit(speculative, penalties, steps=4)
     schedule_threads = {t.thread for t in found.transfers if t.kind == SYNC and t.allowed}
+    if not schedule_threads:
+        raise WorkNotDone(
+            "the scheduler was not seen to wait for results: what blocks it is unknown"
+        )
     return frozenset(t.site for t in found.blocking() if t.thread in schedule_threads)
 
 

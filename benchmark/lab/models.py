@@ -9,6 +9,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+MODEL_VARIABLE = "LAB_MODEL"
+DRAFT_VARIABLE = "LAB_DRAFT"
+
 REPO_ROOT = Path(__file__).resolve().parents[2]
 REAL_MODEL = REPO_ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 REAL_DRAFT = REPO_ROOT / "assets" / "eagle-smollm2-135m"
@@ -89,7 +92,7 @@ def real_model() -> str:
     FileNotFoundError
         If it is not there.
     """
-    path = Path(os.environ.get("LAB_MODEL") or REAL_MODEL)
+    path = Path(os.environ.get(MODEL_VARIABLE) or REAL_MODEL)
     if not (path / "model.safetensors").is_file():
         raise FileNotFoundError(f"the model is not at {path}: run 'make model'")
     return str(path)
@@ -103,7 +106,7 @@ def real_draft() -> str:
     Unsupported
         If it is not there.
     """
-    path = Path(os.environ.get("LAB_DRAFT") or REAL_DRAFT)
+    path = Path(os.environ.get(DRAFT_VARIABLE) or REAL_DRAFT)
     if not (path / "model.safetensors").is_file():
         raise Unsupported(f"there is no EAGLE head at {path}")
     return str(path)

@@ -7,6 +7,7 @@ a commit cannot do the work of a case, its engine stalls for good, and nothing i
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import queue
 import threading
@@ -152,8 +153,9 @@ def server_args(setup: Setup, paths: Paths) -> dict[str, Any]:
         "max_running_requests": setup.max_running_requests,
         "disable_overlap_schedule": not setup.overlap,
     }
-    if setup.chunked_prefill_size is not None:
-        args["chunked_prefill_size"] = setup.chunked_prefill_size
+    for name in ("chunked_prefill_size", "max_total_tokens"):
+        if getattr(setup, name) is not None:
+            args[name] = getattr(setup, name)
     if setup.speculative != "none":
         args |= DRAFT_SHAPES[setup.speculative] | {
             "speculative_algorithm": "EAGLE",
@@ -191,6 +193,7 @@ class Session:
         self.probe = self.make_probe()
         self.gate = Gate()
         self._mixed_round: _MixedRound | None = None
+        self._said: list[list[int]] = []
         self.progress: Callable[[], None] = lambda: None
         self.accelerator: ModelledAccelerator | None = None
         if setup.forwards == "modelled":
@@ -220,14 +223,25 @@ class Session:
         return Probe()
 
     def close(self) -> None:
-        """Shut the engine down."""
+        """Shut the engine down.
+
+        Raises
+        ------
+        RuntimeError
+            If it had died by itself, be it behind the last round, where nobody waits for it.
+        """
         self.engine.shutdown()
+        if (error := self.engine._router.error) is not None:
+            raise RuntimeError(f"the engine has died: {error}") from error
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.engine.shutdown()
 
     def prompts(self, case: Case) -> list[list[int]]:
         """Prompts of the case's generation requests."""
@@ -281,10 +295,34 @@ class Session:
         return round_
 
     def _decode(self, case: Case) -> dict[str, float]:
+        round_ = self._generate_checked(case)
+        self._said = [result["output_ids"] for result in round_.results]
+        return metrics.decode_metrics(round_)
+
+    def _generate_checked(self, case: Case) -> Round:
+        """Run the case's generation requests alone, and see that they were what they should be."""
         prompts = self.prompts(case)
         round_ = self.generate(prompts, sampling_params(case))
         metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
-        return metrics.decode_metrics(round_)
+        most = 1
+        if self.setup.speculative != "none":
+            most += DRAFT_SHAPES[self.setup.speculative]["speculative_num_steps"]
+            metrics.check_speculation(round_.results, self.setup.model == "real")
+        # A request's first token is the prefill's.
+        metrics.check_batches(round_, case.batch_size, (case.output_len - 1) // most)
+        return round_
+
+    def check_penalties(self, case: Case) -> None:
+        """See that without its penalties a case says something else than it did in its last round.
+
+        Raises
+        ------
+        WorkNotDone
+            If not.
+        """
+        plain = self._generate_checked(dataclasses.replace(case, penalties=False))
+        if [result["output_ids"] for result in plain.results] == self._said:
+            raise metrics.WorkNotDone("penalties have changed no token")
 
     def _mixed(self, case: Case) -> dict[str, float]:
         self._mixed_round = _MixedRound(self, case)
@@ -292,22 +330,25 @@ class Session:
 
     def unfinished(self, case: Case) -> int:
         """Generation requests of the mixed round under way that have not got all their tokens."""
-        final = self._mixed_round.final if self._mixed_round else {}
-        return case.batch_size - sum(
-            len(item["output_ids"]) == case.output_len for item in final.copy().values()
-        )
+        if self._mixed_round is None:
+            return case.batch_size
+        # It may be a warm-up, which is shorter.
+        wanted = self._mixed_round.case.output_len
+        ended = [
+            len(item["output_ids"]) == wanted for item in self._mixed_round.final.copy().values()
+        ]
+        return case.batch_size - sum(ended)
 
     def _modelled(self, case: Case) -> dict[str, float]:
         from lab.modelled_accelerator import occupancy_metrics, quick_switches
 
-        accelerator, prompts = self.accelerator, self.prompts(case)
+        accelerator = self.accelerator
         accelerator.forward_s = case.forward_ms / 1e3
         accelerator.take_forward_s()
         accelerator.stalls.clear()
         accelerator.wake_ups.clear()
         with quick_switches():
-            round_ = self.generate(prompts, sampling_params(case))
-        metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
+            round_ = self._generate_checked(case)
         # On CUDA nothing but the device knows of them.
         stalls = None if accelerator.device == "cuda" else accelerator.stalls
         return occupancy_metrics(
@@ -335,10 +376,22 @@ class _MixedRound:
     arrivals: dict[int, list[float]] = field(default_factory=dict)
     final: dict[int, dict[str, Any]] = field(default_factory=dict)
     scores: list[dict[str, Any]] = field(default_factory=list)
-    score_prompts: list[list[int]] = field(default_factory=list)
+    score_latencies: list[float] = field(default_factory=list)
 
     PAUSE = 4
-    GATE_TIMEOUT = 60.0
+    # Less than it takes to be taken for stalled (`lab.worker`), which is something else.
+    GATE_TIMEOUT = 15.0
+
+    def __post_init__(self) -> None:
+        setup = self.session.setup
+        # Made before anything is timed: the first one, and one each time that some tokens have come.
+        self._score_prompts = models.random_prompts(
+            setup.vocab_size,
+            2 * (setup.chunked_prefill_size or 64),
+            1 + (self.case.output_len - 1) // self.PAUSE,
+            seed=1,
+        )
+        self._pending = iter(self._score_prompts)
 
     def run(self) -> dict[str, float]:
         session, case = self.session, self.case
@@ -361,7 +414,7 @@ class _MixedRound:
         session.take_steps()
         results = [self.final[i] for i in sorted(self.final)]
         metrics.check_results(results, [len(p) for p in prompts], case.output_len)
-        metrics.check_scores(self.scores, self.score_prompts)
+        metrics.check_scores(self.scores, self._score_prompts)
         return self._metrics(started)
 
     def _open_with_a_score(
@@ -369,7 +422,7 @@ class _MixedRound:
     ) -> tuple[float, Any]:
         session = self.session
         session.gate.arm()
-        wanted.put(self._next_score_prompt())
+        self._want_score(wanted)
         if not session.gate.wait_until_reached(self.GATE_TIMEOUT):
             raise metrics.WorkNotDone("the first scoring request was never prefilled")
         stream = session.engine.generate(
@@ -379,16 +432,13 @@ class _MixedRound:
         session.gate.open()
         return started, stream
 
-    def _next_score_prompt(self) -> list[int]:
-        length = 2 * (self.session.setup.chunked_prefill_size or 64)
-        (prompt,) = models.random_prompts(
-            self.session.setup.vocab_size, length, 1, seed=len(self.score_prompts)
-        )
-        self.score_prompts.append(prompt)
-        return prompt
+    def _want_score(self, wanted: queue.SimpleQueue) -> None:
+        wanted.put((time.perf_counter(), next(self._pending)))
 
     def _score(self, wanted: queue.SimpleQueue, errors: list[BaseException]) -> None:
-        while (prompt := wanted.get()) is not None:
+        while (item := wanted.get()) is not None:
+            # One that has to wait for the one before has come all the same.
+            came, prompt = item
             try:
                 self.scores.append(
                     self.session.engine.generate(
@@ -401,6 +451,7 @@ class _MixedRound:
             except RuntimeError as error:
                 errors.append(error)
                 return
+            self.score_latencies.append(time.perf_counter() - came)
 
     def _take(self, item: dict[str, Any], wanted: queue.SimpleQueue) -> None:
         index, now = item["index"], time.perf_counter()
@@ -416,7 +467,7 @@ class _MixedRound:
             and len(times) % self.PAUSE == 0
             and len(times) < self.case.output_len
         ):
-            wanted.put(self._next_score_prompt())
+            self._want_score(wanted)
 
     def _metrics(self, started: float) -> dict[str, float]:
         latencies = [
@@ -428,7 +479,7 @@ class _MixedRound:
         last = max(times[-1] for times in self.arrivals.values())
         tokens = sum(len(times) - 1 for times in self.arrivals.values())
         # The first one was held up on purpose.
-        scores = [result["meta_info"]["e2e_latency"] for result in self.scores[1:]]
+        scores = self.score_latencies[1:]
         return metrics.add_derived(
             {
                 "us_per_token": 1e6 * (last - min(first)) / tokens,

@@ -116,12 +116,14 @@ def measure(
     -------
     dict
         ``rounds``, the metrics of each round (see `lab.metrics.with_ratios`), and ``anchors``, the
-        seconds of each anchor.
+        seconds of each run of the anchors, by kind.
 
     Raises
     ------
     Stalled
         If a round makes no progress for `stall_s` seconds.
+    WorkNotDone
+        If a round did not do its work.
     """
     watched = Watched(stall_s if case.kind == "mixed" else ROUND_S)
     session.progress = watched.alive
@@ -138,6 +140,9 @@ def measure(
         gc.collect()
         found.append(watched.call(session.run_round, case))
         anchors.append(anchor.ask()["seconds"])
+    if case.kind == "decode" and case.penalties:
+        assert isinstance(session, Session)
+        watched.call(session.check_penalties, case)
     return {"rounds": with_ratios(found, anchors), "anchors": anchors}
 
 
@@ -156,7 +161,7 @@ def measure_all(
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-"))
         anchor = None
         if cases[0].varies:
-            options = [cases[0].anchor, f"--threads={threads}"]
+            options = [*cases[0].anchors, f"--threads={threads}"]
             anchor = stack.enter_context(Remote("lab.anchor", options, threads=threads))
         events.progress(names[0], 0, 1, "starting the engine")
         try:
@@ -171,6 +176,8 @@ def measure_all(
         for name, case in zip(names, cases, strict=True):
             try:
                 found = measure(session, case, name, rounds or case.rounds, anchor, events, stall_s)
+                if name == names[-1]:
+                    session.close()
             except Exception as error:
                 outcome = _outcome(case, error)
                 detail = f"{type(error).__name__}: {error}"
@@ -182,15 +189,14 @@ def measure_all(
                 # Its engine cannot be trusted any more, nor closed.
                 raise
             events.result(name, "done", **found, **about)
-        session.close()
 
 
 def _outcome(case: Case, error: Exception) -> str:
-    """A mixed workload that the engine cannot serve, and which may kill it, *stalls*.
+    """A mixed workload that does not go on, or of which an engine says that it left something, *stalls*.
 
-    Of any other work it is a failure not to be done.
+    That is what #21840 is about. Anything else is a failure, and so are both of any other work.
     """
-    stalled = isinstance(error, Stalled) or "the engine has died" in str(error)
+    stalled = isinstance(error, Stalled) or "leak detected" in str(error)
     return "stalls" if stalled and case.kind == "mixed" else "failed"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from lab import history
 from lab.cases import QUESTIONS
+from lab.metrics import with_ratios
+from lab.workloads import make_session
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 SUITE = REPO_ROOT / "benchmark" / "asv"
@@ -70,6 +73,27 @@ def test_a_file_of_the_suite(path: Path) -> None:
         assert isinstance(getattr(benchmark, name).unit, str)
         # asv takes smaller as better.
         assert not re.search("per_s$|occupancy|accepted", name)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_tracked_is_measured(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of the question's smallest case has each metric that the file tracks."""
+    benchmark, *_ = classes(load(path))
+    monkeypatch.setattr(history, "PROCESSES", 1)
+    cases = [c for c in QUESTIONS[path.stem] if c.setup.model != "real"]
+    case = min(cases, key=lambda case: case.batch_size)
+    session = make_session(case.setup, tmp_path)
+    found = session.run_round(case.shortened() if case.varies else case)
+    session.close()
+    if case.varies:
+        anchors = [dict.fromkeys(case.anchors, 1.0)] * 2
+        (found,) = with_ratios([found], anchors)
+    results = {case.name: {"outcome": "done", "processes": 1, "rounds": [found]}}
+    for name in (name for name in dir(benchmark) if name.startswith("track_")):
+        value = getattr(benchmark(), name)(results, case.name)
+        assert math.isfinite(value) or name == "track_model_stalls_per_step", name
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -77,6 +77,10 @@ def test_a_round_along_history(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(audit_transfers, "audit", lambda *args, **kwargs: few)
     with pytest.raises(WorkNotDone, match="7 decode steps were seen, not 8"):
         session.run_round(case)
+    # The best numbers there are would be those of a ledger that sees nothing.
+    few.steps = 8
+    with pytest.raises(WorkNotDone, match="the ledger sees nothing"):
+        session.run_round(case)
 
 
 def test_requests_without_their_tokens_are_no_audit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from lab.audit_transfers import one_thread
 from lab.cases import CASES, Setup
 from lab.memory import Allocations, MemorySession, penalty_bytes
+from lab.metrics import WorkNotDone
 
 
 def test_bytes_are_followed_from_their_making_to_their_end() -> None:
@@ -83,6 +84,21 @@ def test_a_round(name: str, tmp_path: Path) -> None:
     assert found[0]["penalty_state_bytes"] > 0
     # Counted, and not measured.
     assert found[1] == found[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA allocator counts in another way")
+def test_penalties_that_hold_nothing_are_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lab.memory.penalty_bytes", lambda scheduler: 0)
+    case = replace(CASES["memory/plain-penalties"], batch_size=2)
+    setup = replace(case.setup, vocab_size=900)
+    with (
+        one_thread(),
+        MemorySession(setup, tmp_path) as session,
+        pytest.raises(WorkNotDone, match="penalties hold nothing"),
+    ):
+        session.run_round(case)
 
 
 def test_steps_under_overlap_have_no_memory_of_their_own(tmp_path: Path) -> None:

@@ -158,6 +158,42 @@ def test_a_forward_that_ends_before_it_starts() -> None:
         metrics.check_steps(make_round(steps, [records.result(1, [5])], 0.0))
 
 
+def test_requests_that_decode_together(plain: Round, speculative: Round) -> None:
+    metrics.check_batches(plain, 2, 2)
+    metrics.check_batches(speculative, 1, 2)
+    metrics.check_batches(plain, 2, 0)  # of a single token each
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "steps", "message"),
+    [
+        (3, 2, "the first 2 decode steps had 2 to 2 requests; 2 of 3 were wanted"),
+        (2, 3, "the first 2 decode steps had 2 to 2 requests; 3 of 2 were wanted"),
+    ],
+)
+def test_requests_that_do_not_decode_together(
+    plain: Round, batch_size: int, steps: int, message: str
+) -> None:
+    with pytest.raises(WorkNotDone, match=message):
+        metrics.check_batches(plain, batch_size, steps)
+
+
+def test_requests_that_were_retracted(plain: Round) -> None:
+    plain.results[1]["meta_info"]["retraction_count"] = 2
+    with pytest.raises(WorkNotDone, match="request 1 was retracted, 2 times"):
+        metrics.check_batches(plain, 2, 2)
+
+
+def test_speculation_that_took_place(speculative: Round, plain: Round) -> None:
+    metrics.check_speculation(speculative.results, is_real=True)
+    with pytest.raises(WorkNotDone, match="request 0 was to be speculated for"):
+        metrics.check_speculation(plain.results, is_real=False)
+    in_vain = [records.result(4, [1, 2, 3], spec_verify_ct=2, spec_accept_length=1.0)]
+    metrics.check_speculation(in_vain, is_real=False)  # a random head's drafts
+    with pytest.raises(WorkNotDone, match="no token of any draft was accepted"):
+        metrics.check_speculation(in_vain, is_real=True)
+
+
 def scored(prompt: list[int]) -> dict[str, Any]:
     pairs = [(None, prompt[0], None)] + [(-2.5, token, None) for token in prompt[1:]]
     return records.result(len(prompt), []) | {
@@ -211,7 +247,8 @@ def test_summary_is_the_median_and_the_median_of_ratios() -> None:
         {"us_per_token": 200.0, "accepted_length": 1.6, "draft_ms": 1.0},
     ]
     # The machine was three times as slow in the second round, and so was the anchor.
-    found = metrics.summarise(metrics.with_ratios(rounds, [0.01, 0.01, 0.05, 0.015]))
+    anchors = [{"host": seconds} for seconds in (0.01, 0.01, 0.05, 0.015)]
+    found = metrics.summarise(metrics.with_ratios(rounds, anchors))
     assert found["us_per_token"] == 200.0
     assert found["accepted_length"] == 1.6
     assert found["us_per_token_ratio"] == pytest.approx(100e-6 / 0.01)
@@ -221,17 +258,29 @@ def test_summary_is_the_median_and_the_median_of_ratios() -> None:
 
 
 def test_every_time_has_a_ratio(plain: Round) -> None:
-    (found,) = metrics.with_ratios([metrics.decode_metrics(plain)], [0.1, 0.1])
+    (found,) = metrics.with_ratios([metrics.decode_metrics(plain)], [{"model": 0.1}] * 2)
     for name, unit in metrics.TIME_UNITS.items():
         if name in found:
             assert found[f"{name}_ratio"] == pytest.approx(found[name] * unit / 0.1)
     assert {"us_per_token", "itl_p50_ms", "itl_p99_ms"} <= found.keys()
 
 
+def test_the_hosts_times_go_by_its_own_anchor() -> None:
+    anchors = [{"model": 0.1, "host": 0.02}, {"model": 0.3, "host": 0.04}]
+    (found,) = metrics.with_ratios([{"itl_p50_ms": 50.0, "host_us_per_step": 600.0}], anchors)
+    assert found["itl_p50_ms_ratio"] == pytest.approx(0.05 / 0.2)
+    assert found["host_us_per_step_ratio"] == pytest.approx(600e-6 / 0.03)
+    assert (found["anchor_ms"], found["host_anchor_ms"]) == (pytest.approx(200), pytest.approx(30))
+    # Where there is none of its own, it goes by the other.
+    (found,) = metrics.with_ratios([{"host_us_per_step": 600.0}], [{"dense": 0.2}] * 2)
+    assert found["host_us_per_step_ratio"] == pytest.approx(600e-6 / 0.2)
+    assert "host_anchor_ms" not in found
+
+
 def test_anchors_have_to_enclose_the_rounds() -> None:
     with pytest.raises(ValueError, match="1 anchors do not enclose 1 rounds"):
-        metrics.with_ratios([{"us_per_token": 1.0}], [0.1])
+        metrics.with_ratios([{"us_per_token": 1.0}], [{"host": 0.1}])
     with pytest.raises(ValueError, match="enclose 0 rounds"):
-        metrics.with_ratios([], [0.1])
+        metrics.with_ratios([], [{"host": 0.1}])
     with pytest.raises(ValueError, match="no rounds"):
         metrics.summarise([])

@@ -14,6 +14,7 @@ import torch
 from step_records import record
 
 from lab import modelled_accelerator
+from lab.audit_transfers import Audit
 from lab.cases import CASES, QUESTIONS
 from lab.metrics import Step, WorkNotDone
 from lab.modelled_accelerator import (
@@ -144,6 +145,14 @@ def copy_site() -> str:
 @pytest.mark.parametrize("shape", ["none", "chain"])
 def test_nothing_blocks_at_present(shape: str) -> None:
     assert blocking_sites(shape, "all") == frozenset()
+
+
+def test_a_scheduler_that_is_not_seen_to_wait_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What blocks it would be unknown, and nothing would."""
+    nothing = Audit([], 4, "fakegpu")
+    monkeypatch.setattr(modelled_accelerator, "audit", lambda *_, **__: nothing)
+    with pytest.raises(WorkNotDone, match="was not seen to wait for results"):
+        blocking_sites("none", "all")
 
 
 @pytest.mark.parametrize("shape", ["none", "chain"])

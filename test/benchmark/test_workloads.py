@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import queue
 import signal
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from lab.anchor import Anchor
 from lab.cases import CASES, QUESTIONS, Case, Setup
 from lab.metrics import WorkNotDone
 from lab.remote import Remote, RemoteError
-from lab.sessions import Gate, Probe, Session
+from lab.sessions import Gate, Probe, Session, _MixedRound
 from processes import end_by, is_alive
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +111,106 @@ def test_lost_slots_are_no_work_done(tmp_path: Path) -> None:
         allocator.available_size = lambda: free() - 1
         with pytest.raises(WorkNotDone, match="KV slots"):
             session.run_round(case)
+
+
+def test_penalties_that_are_left_behind_are_no_work_done(tmp_path: Path) -> None:
+    setup = Setup("tiny")
+    case = Case("test", setup, batch_size=2, output_len=3, penalties=True)
+    with Session(setup, tmp_path) as session:
+        session.engine.scheduler.check_idle = session.engine.scheduler.check_busy = False
+        session.engine.scheduler.req_to_token_pool.on_free = lambda row: None
+        with pytest.raises(WorkNotDone, match="2 requests have penalties"):
+            session.run_round(case)
+
+
+def test_an_engine_that_died_behind_its_last_round_is_noticed(tmp_path: Path) -> None:
+    setup = Setup("tiny")
+    case = Case("test", setup, batch_size=1, output_len=3)
+    session = Session(setup, tmp_path)
+    assert session.run_round(case)["us_per_token"] > 0
+
+    def find_leak() -> None:
+        raise RuntimeError("a leak detected too late")
+
+    session.engine.scheduler.self_check_during_idle = find_leak
+    session.engine.generate(input_ids=[[3, 4]], sampling_params={"max_new_tokens": 1})
+    session.engine._thread.join(timeout=30)
+    with pytest.raises(RuntimeError, match="the engine has died: a leak detected too late"):
+        session.close()
+
+
+def test_the_largest_batch_is_one_batch(tmp_path: Path) -> None:
+    """With the default number of KV slots it was one of 135, and less."""
+    case = CASES["scheduler/b256"]
+    with Session(case.setup, tmp_path) as session:
+        round_ = session._generate_checked(case)
+    sizes = [step.record.batch_size for step in round_.steps if step.decodes]
+    assert sizes == [256] * 127
+    small = dataclasses.replace(case.setup, max_total_tokens=None)
+    with (
+        Session(small, tmp_path) as session,
+        pytest.raises(WorkNotDone, match=r"was retracted|127 of 256 were wanted"),
+    ):
+        session._generate_checked(case)
+
+
+def test_an_engine_that_does_not_speculate_measures_no_speculation(tmp_path: Path) -> None:
+    setup = Setup("tiny", speculative="chain", max_running_requests=4)
+    case = Case("test", setup, batch_size=2, output_len=6)
+    with (
+        Session(setup, tmp_path) as session,
+        Session(Setup("tiny", max_running_requests=4), tmp_path) as plain,
+    ):
+        session.generate = plain.generate
+        with pytest.raises(WorkNotDone, match="was to be speculated for"):
+            session.run_round(case)
+
+
+def test_penalties_that_change_nothing_are_no_penalties(tmp_path: Path) -> None:
+    setup = Setup("tiny", max_running_requests=4)
+    case = Case("test", setup, batch_size=2, output_len=64, penalties=True)
+    with Session(setup, tmp_path) as session:
+        session.run_round(case)
+        session.check_penalties(case)
+        session.run_round(dataclasses.replace(case, penalties=False))
+        with pytest.raises(WorkNotDone, match="penalties have changed no token"):
+            session.check_penalties(case)
+
+
+@pytest.mark.parametrize(("length", "ended"), [(96, [96] * 5 + [40] * 3), (8, [8] * 5 + [3])])
+def test_who_is_unfinished_goes_by_the_round_under_way(
+    length: int, ended: list[int], tmp_path: Path
+) -> None:
+    """A stall is mostly in the warm-up, which is shorter."""
+    case = CASES["mixed/tiny-b8"]
+    with Session(case.setup, tmp_path) as session:
+        assert session.unfinished(case) == 8
+        session._mixed_round = _MixedRound(session, dataclasses.replace(case, output_len=length))
+        items = {i: {"output_ids": [5] * count} for i, count in enumerate(ended)}
+        session._mixed_round.final = items
+        assert session.unfinished(case) == 3
+
+
+def test_a_scoring_request_that_waits_for_another_one_has_come(tmp_path: Path) -> None:
+    """Its latency begins when it was to be made, and not when the one before it was done."""
+    setup = Setup("tiny", chunked_prefill_size=64)
+    with Session(setup, tmp_path) as session:
+        generate, wanted = session.engine.generate, queue.SimpleQueue()
+        round_ = _MixedRound(session, Case("test", setup, "mixed", output_len=12))
+
+        def slow(**arguments: Any) -> Any:
+            time.sleep(0.2)
+            return generate(**arguments)
+
+        session.engine.generate = slow
+        for _ in range(3):
+            round_._want_score(wanted)
+        wanted.put(None)
+        errors: list[BaseException] = []
+        round_._score(wanted, errors)
+    assert errors == [] and len(round_.scores) == 3
+    first, second, third = round_.score_latencies
+    assert first > 0.2 and first + 0.2 < second and second + 0.2 < third
 
 
 def test_a_probe_waits_for_the_last_forward() -> None:
@@ -208,6 +309,7 @@ def test_a_worker_measures(children: None) -> None:
     assert Path(result["engine"]).name == "sglang"
     assert {"us_per_token", "us_per_token_ratio", "anchor_ms"} <= result["metrics"].keys()
     assert len(result["rounds"]) == 2 and len(result["anchors"]) == 3
+    assert all(run_.keys() == {"host"} and run_["host"] > 0 for run_ in result["anchors"])
     assert [e["what"] for e in events if e["event"] == "progress"][-1] == "measuring"
     assert json.loads(json.dumps(found)) == found
 
@@ -371,7 +473,7 @@ def test_processes_of_a_case_are_apart_and_its_rounds_in_order(
         for name in names:
             outcome = "stalls" if name == "mixed/tiny-b8" else "done"
             rounds = [{"us_per_token": 10.0 * len(asked) + i} for i in range(2)]
-            found[name] = {"case": name, "outcome": outcome, "rounds": rounds, "anchors": [1.0] * 3}
+            found[name] = {"case": name, "outcome": outcome, "rounds": rounds, "anchors": [{}] * 3}
             args[-1]({"event": "result", **found[name]})
         return found
 
@@ -414,7 +516,9 @@ def test_what_asv_gets_of_each_outcome() -> None:
         "good": {
             "outcome": "done",
             "processes": 3,
-            "rounds": [{"us": us, "n": 1234567, "m": us} for us in (123.456789, 125, 124)],
+            "rounds": [
+                {"us": us, "n": 1234567, "stalls_per_step": us} for us in (123.456789, 125, 124)
+            ],
         },
         "stuck": {"outcome": "stalls", "detail": "no token", "unfinished": 3},
         "bad": {"outcome": "failed", "detail": "it broke"},
@@ -426,8 +530,11 @@ def test_what_asv_gets_of_each_outcome() -> None:
     # Samples are divided among processes, so they are given of the usual number of these only.
     few = {"good": results["good"] | {"processes": 1}}
     assert history.value(few, "good", "us") == 124.0
-    del results["good"]["rounds"][1]["m"]
-    assert math.isnan(history.value(results, "good", "m"))  # what this device does not have
+    del results["good"]["rounds"][1]["stalls_per_step"]
+    # What this device does not have, and what is gone or called otherwise.
+    assert math.isnan(history.value(results, "good", "stalls_per_step"))
+    with pytest.raises(RuntimeError, match="not every round of good has a metric uss"):
+        history.value(results, "good", "uss")
     assert math.isnan(history.value(results, "stuck", "us"))
     assert (history.stalled(results, "good"), history.stalled(results, "stuck")) == (0.0, 1.0)
     assert (history.unfinished(results, "good"), history.unfinished(results, "stuck")) == (0, 3)
@@ -449,11 +556,13 @@ def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> 
 
 
 def test_what_does_not_go_on_stalls_only_where_that_is_the_question() -> None:
-    for error in (worker.Stalled("no token"), RuntimeError("the engine has died: leak")):
+    died = "the engine has died: "
+    for error in (worker.Stalled("no token"), RuntimeError(f"{died}memory leak detected: 3 of 4")):
         assert worker._outcome(CASES["mixed/tiny-b8"], error) == "stalls"
         for name in ("decode/tiny-b8", "penalties/plain-b64", "transfers/plain"):
             assert worker._outcome(CASES[name], error) == "failed"
-    assert worker._outcome(CASES["mixed/tiny-b8"], RuntimeError("something else")) == "failed"
+    for text in ("something else", f"{died}list index out of range"):
+        assert worker._outcome(CASES["mixed/tiny-b8"], RuntimeError(text)) == "failed"
 
 
 def test_events_reach_whoever_shows_progress(

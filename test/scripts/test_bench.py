@@ -347,7 +347,7 @@ def test_every_tracked_metric_of_the_table_exists() -> None:
         source = (REPO_ROOT / "benchmark" / "asv" / f"{question}.py").read_text()
         source += (REPO_ROOT / "benchmark" / "lab" / "history.py").read_text()
         for metric in shown:
-            assert f"track_{metric.track} =" in source, metric.track
+            assert re.search(rf"\btrack_{metric.track}( =|\()", source), metric.track
 
 
 @pytest.mark.parametrize(
@@ -416,6 +416,26 @@ def measured(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(repo / "home"))
     monkeypatch.delenv("ASV_MACHINE", raising=False)
     return write_results(repo, commit(repo, "base"), {TIME: {"tiny-b8": 100.0}})
+
+
+def test_variables_that_are_left_behind_are_told(
+    repo: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their results look like any, and are not measured again."""
+    for name in bench.CHANGING_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(bench, "make_machine_known", lambda name: MACHINE)
+    monkeypatch.setattr(bench, "publish", lambda repo: (repo, "not written"))
+    monkeypatch.setattr(bench, "run_asv", lambda *_: 0)
+    assert bench.main(["--repo", str(repo)]) == 0
+    assert "changes what is measured" not in capsys.readouterr().out
+    monkeypatch.setenv("LAB_ROUNDS", "1")
+    monkeypatch.setenv("LAB_DRAFT", "/some/head")
+    assert bench.main(["--repo", str(repo)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "LAB_ROUNDS=1 changes what is measured, and so what is kept" in out
+    assert "LAB_DRAFT=/some/head changes" in out and "--rerun" in out
+    assert "LAB_MODEL" not in out
 
 
 def no_asv(*_: Any) -> Any:
