@@ -345,7 +345,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
     def recv_requests(self) -> list[Any]:
         """Messages that have come in."""
         messages = []
-        if self._was_idle and self.cur_batch is None and self.last_batch is None and not self._stopped:
+        if self._was_idle and self.last_batch is None and not self._stopped:
             # Nothing in flight, nor left behind. Where requests are left, the next pass finds room for
             # one or gives one up; should it not, do not wait at full speed.
             if self._has_nothing_to_do():
