@@ -304,6 +304,18 @@ def test_a_leak_is_found_when_idle_and_not_with_the_next_request(
 
 
 @LOOPS
+def test_a_leak_is_found_although_a_request_waits_for_room(
+    overlap: bool, make_engine: Callable[..., Engine]
+) -> None:
+    """Which it is not to be refused for, as if there were none."""
+    with make_engine(disable_overlap_schedule=not overlap) as engine:
+        engine.scheduler.check_busy = False
+        engine.scheduler.token_to_kv_pool_allocator.alloc(508)
+        with pytest.raises(RuntimeError, match=r"memory leak detected: 4 of 512 slots"):
+            engine.generate(input_ids=[5] * 8, sampling_params=SHORT)
+
+
+@LOOPS
 def test_a_leak_is_found_before_the_end(
     overlap: bool, make_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -179,7 +179,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._stopped = False
         # Whether the last pass of the loop found nothing to run and no result to handle.
-        self._was_idle = False
+        self._was_idle = True
 
     def _init_pools(self) -> None:
         args = self.server_args
@@ -746,10 +746,17 @@ class Scheduler(SchedulerOutputProcessorMixin):
             If KV slots or rows of the request pool are not free.
         """
         self._was_idle = True
-        if self.waiting_queue or self.chunked_req is not None:
+        waits = bool(self.waiting_queue) or self.chunked_req is not None
+        # What waits may wait for requests that hold something; else whatever is held is a leak.
+        if not waits or (self.chunked_req is None and self.running_batch.is_empty()):
+            self._check_pools()
+        if waits:
             self._unblock()
-            return
-        self.new_token_ratio = self.init_new_token_ratio
+        else:
+            self.new_token_ratio = self.init_new_token_ratio
+
+    def _check_pools(self) -> None:
+        """Nothing is held."""
         if not self.check_idle:
             return
         free = self.token_to_kv_pool_allocator.available_size()
