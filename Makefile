@@ -1,4 +1,5 @@
-# `make help` lists the targets. Everything is made inside the checkout: .venv, .cache, .asv.
+# `make help` lists the targets. What they make is in the checkout: .venv, .cache, .asv. (README.md, Two
+# commands, says what else is left in your home.)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

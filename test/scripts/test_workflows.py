@@ -124,10 +124,10 @@ def test_a_change_of_whatever_it_runs_starts_it() -> None:
         assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
 
 
-def test_no_push_takes_the_place_of_mondays_landmarks() -> None:
+def test_no_push_takes_the_place_of_mondays_landmarks_or_of_what_somebody_asked_for() -> None:
     document = load(GPU)
     group = document["concurrency"]["group"]
-    assert "github.event_name == 'schedule' && 'landmarks' || 'commits'" in group
+    assert "github.event_name == 'push' && 'commits' || github.run_id" in group
     assert document["concurrency"]["cancel-in-progress"] is False
     # The page has one place.
     assert "github" not in document["jobs"]["publish"]["concurrency"]
