@@ -96,7 +96,7 @@ METRICS: Final[dict[str, tuple[Shown, ...]]] = {
         Shown("steps_per_token", "accepted length", _inverse, more_is_better=True),
     ),
     "mixed": (
-        Shown("unfinished", "generations unfinished"),
+        Shown("unfinished", "generations unfinished", digits=1),
         *_LATENCY,
         Shown("ttft_p50_ms", "first token p50, ms"),
         Shown("score_p50_ms", "scoring p50, ms"),
@@ -516,7 +516,8 @@ def _benchmarks(folder: Path) -> Any:
 
 def cell(values: Values, group: str, metric: Shown, case: str) -> tuple[str, float | None]:
     """What the table says of one metric of a case on one commit, and its value as tracked."""
-    if values.get((f"{group}.track_stalled", case)) == 1:
+    # Who is unfinished is known just then.
+    if values.get((f"{group}.track_stalled", case)) == 1 and metric.track != "unfinished":
         return "[bold red]stalls[/]", None
     key = (f"{group}.track_{metric.track}", case)
     if key not in values:
@@ -604,7 +605,8 @@ def show(
         "A time is the median of three processes: between two of them the same code differs by up to a "
         "tenth, and by more on a busy machine; `make report` says by how much. Transfers and memory are "
         "counted, and exact.\n"
-        "'stalls': generation requests under scoring requests never end, or the engine dies.[/]"
+        "'stalls': generation requests under scoring requests never end, or an idle engine finds them "
+        "left behind, and dies.[/]"
     )
 
 

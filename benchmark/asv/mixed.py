@@ -22,7 +22,7 @@ class Mixed(history.Timed):
     setup_cache.timeout = history.QUESTION_TIMEOUT_S
 
     def track_stalled(self, results: history.Results, case: str) -> float:
-        """1 if the generation requests never end or the engine dies of them."""
+        """1 if generation requests never end, or are what an idle engine finds left behind."""
         return history.stalled(results, case)
 
     track_stalled.unit = "cases"

@@ -34,7 +34,13 @@ import torch
 from lab import models
 from lab.cases import DRAFT_SHAPES, Case, Setup
 from lab.fake_engine import MEANT, watched_engine
-from lab.metrics import WorkNotDone, check_pools, check_results
+from lab.metrics import (
+    WorkNotDone,
+    check_pools,
+    check_results,
+    check_speculation,
+    has_penalties,
+)
 from lab.remote import end_on_signals
 from lab.transfer_ledger import D2H, Transfer, TransferLedger, blocking_of, render, totals_of
 
@@ -112,13 +118,16 @@ def audit(
     Raises
     ------
     WorkNotDone
-        If the requests did not get their tokens, or left something behind.
+        If the requests did not get their tokens, had no penalties or drafts although they should, or
+        left something behind.
     """
     decode_steps: list[int] = []
+    penalized: list[bool] = []
 
     def observe(record: Any) -> None:
         if record.forward_mode == "DECODE" and record.num_tokens > 0:
             decode_steps.append(record.step)
+            penalized.append(has_penalties(engine.scheduler))
 
     with tempfile.TemporaryDirectory(prefix="lab-audit-") as scratch:
         engine_args = engine_args_for(Path(scratch), speculative) | engine_args
@@ -131,8 +140,15 @@ def audit(
             # Nothing runs yet that loading a model could hold up.
             ledger.transfers.clear()
             tokens = output_len_for(speculative, steps)
-            generate_checked(engine, batch_size, tokens, PENALTIES[penalties])
+            results = generate_checked(engine, batch_size, tokens, PENALTIES[penalties])
             transfers = list(ledger.transfers)
+    if speculative != "none":
+        check_speculation(results, accepts=False)
+    # Those of a step that is a request's last one are gone when it is told.
+    if any(penalized) != (penalties != "none"):
+        raise WorkNotDone(
+            f"requests with penalties {penalties!r} had {'some' if any(penalized) else 'none'}"
+        )
     chosen = len(decode_steps)
     if phase == "decode":
         wanted = set(decode_steps[_EDGE : _EDGE + steps])
@@ -167,13 +183,14 @@ def output_len_for(speculative: str, steps: int) -> int:
 
 def generate_checked(
     engine: Any, batch_size: int, output_len: int, penalties: dict[str, Any]
-) -> None:
+) -> list[dict[str, Any]]:
     """Run requests to their end, and see that they got there."""
     prompts = models.random_prompts(_VOCAB, 12, batch_size)
     params = {"max_new_tokens": output_len, "ignore_eos": True, "temperature": 0, **penalties}
     results = engine.generate(input_ids=prompts, sampling_params=params)
     check_results(results, [len(prompt) for prompt in prompts], output_len)
     check_pools(engine.scheduler, timeout=10.0)
+    return results
 
 
 @contextlib.contextmanager

@@ -241,7 +241,7 @@ def _scheduler() -> Iterator[Case]:
                 "tiny",
                 forwards="none",
                 max_running_requests=256,
-                # 160 for each. The smaller batches keep the default, on which their history began.
+                # Each needs 160. The smaller batches keep the default, on which their history began.
                 max_total_tokens=49_152 if batch_size == 256 else None,
             ),
             "scheduler",

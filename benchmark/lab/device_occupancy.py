@@ -68,12 +68,19 @@ def choose(model: str) -> str:
     return "real"
 
 
-def make_session(model: str, speculative: str, device: str, scratch: Path) -> Session:
-    """An engine with that model on that device."""
+def make_session(
+    model: str, speculative: str, device: str, batch_size: int, output_len: int, scratch: Path
+) -> Session:
+    """An engine with that model on that device, in which so many requests find room at once."""
+    setup = Setup(
+        "real" if model == "real" else "tiny",
+        speculative=speculative,
+        max_running_requests=batch_size,
+        # With what a prompt and its drafts take.
+        max_total_tokens=max(16_384, batch_size * (output_len + 128)),
+    )
     if model == "real":
-        return Session(
-            Setup("real", speculative=speculative, max_running_requests=32), scratch, device=device
-        )
+        return Session(setup, scratch, device=device)
     overrides: dict[str, Any] = {}
     if model == "shape":
         overrides["model_path"] = models.write_tiny_model(scratch / "shape", **SMOLLM2_135M)
@@ -81,7 +88,6 @@ def make_session(model: str, speculative: str, device: str, scratch: Path) -> Se
             overrides["speculative_draft_model_path"] = models.write_tiny_model(
                 scratch / "shape-draft", draft=True, **SMOLLM2_135M | {"num_hidden_layers": 1}
             )
-    setup = Setup("tiny", speculative=speculative, max_running_requests=32)
     return Session(setup, scratch, device=device, **overrides)
 
 
@@ -90,7 +96,7 @@ def measure(
 ) -> dict[str, Any]:
     """Metrics of a batch, medians over rounds, behind a warm-up."""
     with tempfile.TemporaryDirectory(prefix="lab-occupancy-") as scratch:
-        session = make_session(model, speculative, device, Path(scratch))
+        session = make_session(model, speculative, device, batch_size, output_len, Path(scratch))
         case = Case(
             "occupancy",
             session.setup,

@@ -13,9 +13,9 @@ and so is the median of a case that was measured in another number of processes.
 A question whose cases take longer than a person waits has two classes. The first one has the quick set,
 and the one called ``...More`` the rest.
 
-A commit that cannot do the work of a case *stalls*: its numbers are NaN, which asv shows as "n/a", and
-``track_stalled`` is 1. A case that a commit has no API for is skipped. Anything else that goes wrong is
-an error.
+A commit whose generation requests do not go on under scoring requests *stalls* (see `lab.worker`): the
+case's numbers are NaN, which asv shows as "n/a", and ``track_stalled`` is 1. A case that a commit has no
+API for is skipped. Anything else that goes wrong is an error.
 """
 
 from __future__ import annotations

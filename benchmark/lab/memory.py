@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lab import devices, metrics
 from lab.cases import Case, Setup
-from lab.sessions import Probe, Session, sampling_params
+from lab.sessions import Probe, Session
 
 # Decode steps at either end of a round that are not looked at: they stand beside prefill and end.
 EDGE = 2
@@ -90,13 +90,21 @@ class _Boundaries(Probe):
         self.scheduler: Any = None
         self.peaks: list[int] = []
         self.penalty_bytes = 0
+        self.had_penalties = False
 
     def __call__(self, record: metrics.StepRecord) -> None:
         if record.forward_mode == "DECODE" and record.num_tokens > 0:
             self.peaks.append(self._peak() - self._before)
+            self.had_penalties |= metrics.has_penalties(self.scheduler)
             self.penalty_bytes = max(self.penalty_bytes, penalty_bytes(self.scheduler))
         self._reset()
         super().__call__(record)
+
+    def forget(self) -> None:
+        """Begin anew: whatever is noted from now on is of another round."""
+        self.peaks.clear()
+        self.penalty_bytes = 0
+        self.had_penalties = False
 
     def _peak(self) -> int:
         return self._allocations.peak if self._allocations else torch.cuda.max_memory_allocated()
@@ -159,6 +167,10 @@ class MemorySession(Session):
         self._boundaries = _Boundaries(self._allocations)
         return self._boundaries
 
+    def generate(self, prompts: list[list[int]], params: dict[str, Any]) -> metrics.Round:
+        self._boundaries.forget()
+        return super().generate(prompts, params)
+
     def run_round(self, case: Case) -> dict[str, float]:
         """Run the case once.
 
@@ -173,26 +185,24 @@ class MemorySession(Session):
         WorkNotDone
             If the engine did something else than the work that was asked for.
         """
-        prompts, params = self.prompts(case), sampling_params(case)
         if not self._is_warm:
-            self.generate(prompts, params)
+            self._generate_checked(case)
             self._is_warm = True
-        self._boundaries.peaks.clear()
-        self._boundaries.penalty_bytes = 0
         # Else the collector decides in which step something old is given back.
         gc.collect()
         gc.disable()
         try:
-            round_ = self.generate(prompts, params)
+            self._generate_checked(case)
         finally:
             gc.enable()
-        metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
         metrics.check_pools(self.engine.scheduler)
         peaks = self._boundaries.peaks[EDGE:-EDGE]
         if not peaks:
             raise metrics.WorkNotDone(f"{len(self._boundaries.peaks)} decode steps are too few")
-        if case.penalties and not self._boundaries.penalty_bytes:
-            raise metrics.WorkNotDone("penalties hold nothing, or it is not known where")
+        if case.penalties and not (
+            self._boundaries.had_penalties and self._boundaries.penalty_bytes
+        ):
+            raise metrics.WorkNotDone("there were no penalties, or it is not known where they are")
         return {
             "peak_step_bytes": float(max(peaks)),
             "penalty_state_bytes": float(self._boundaries.penalty_bytes),

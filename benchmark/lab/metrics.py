@@ -9,7 +9,8 @@ of a case, each between two runs of an anchor (see `lab.anchor`), get ratios to 
                        mixed work, from the first token to the last, with what is scored meanwhile
 ``itl_p50_ms``         inter-token latency of decode steps, median over tokens; those that come of one
                        step share its time. Of mixed work, between arrivals; modelled, median over steps
-``itl_p99_ms``         the same, 99th percentile: of a round of fewer than 100 steps the slowest one's
+``itl_p99_ms``         the same, 99th percentile: of a round of fewer than 100 steps it is between the
+                       two slowest ones
 ``tokens_per_s``       ``1e6 / us_per_token``
 ``accepted_length``    tokens a request got from one decode step, on average; 1 without speculation
 ``steps_per_token``    ``1 / accepted_length``: smaller is better
@@ -70,6 +71,10 @@ DEVICE_ONLY: Final = frozenset({"stalls_per_step"})
 
 class WorkNotDone(RuntimeError):
     """A round did not do the work it was measured for, so its times mean nothing."""
+
+
+class SmallerBatch(WorkNotDone):
+    """Not all requests decoded together."""
 
 
 class StepRecord(Protocol):
@@ -265,14 +270,14 @@ def check_results(
             )
 
 
-def check_speculation(results: Sequence[Mapping[str, Any]], is_real: bool) -> None:
+def check_speculation(results: Sequence[Mapping[str, Any]], accepts: bool) -> None:
     """See that drafts were verified for each request, and that some were accepted.
 
     Parameters
     ----------
     results : sequence of dict
-    is_real : bool
-        Whether the drafts are so good that some are accepted.
+    accepts : bool
+        Whether the drafts are so good that some must have been accepted.
 
     Raises
     ------
@@ -282,7 +287,7 @@ def check_speculation(results: Sequence[Mapping[str, Any]], is_real: bool) -> No
     for i, result in enumerate(results):
         if not result["meta_info"].get("spec_verify_ct", 0):
             raise WorkNotDone(f"request {i} was to be speculated for, and had no verification")
-    if is_real and accepted_length(results) <= 1:
+    if accepts and accepted_length(results) <= 1:
         raise WorkNotDone("no token of any draft was accepted")
 
 
@@ -299,18 +304,29 @@ def check_batches(round_: Round, batch_size: int, steps: int) -> None:
 
     Raises
     ------
+    SmallerBatch
+        If they do not.
     WorkNotDone
-        If not: what is measured would be a smaller batch.
+        If one is retracted.
     """
     for i, result in enumerate(round_.results):
         if count := result["meta_info"]["retraction_count"]:
             raise WorkNotDone(f"request {i} was retracted, {count} times")
     sizes = [step.record.batch_size for step in round_.steps if step.decodes][:steps]
     if sizes != [batch_size] * steps:
-        raise WorkNotDone(
+        raise SmallerBatch(
             f"the first {len(sizes)} decode steps had {min(sizes, default=0)} to "
             f"{max(sizes, default=0)} requests; {steps} of {batch_size} were wanted"
         )
+
+
+def has_penalties(scheduler: Any) -> bool:
+    """Whether requests that run have penalties, as the scheduler of any commit has it."""
+    planner = getattr(scheduler, "penalty_planner", None)
+    if planner is not None:
+        return len(planner) > 0
+    info = scheduler.running_batch.sampling_info
+    return info is not None and info.penalizer_orchestrator.is_required
 
 
 def check_steps(round_: Round) -> None:

@@ -130,15 +130,20 @@ class DenseOfCommit(Subject):
         return 0  # not asked for
 
 
-def _timely(stepper: Stepper) -> Block:
+def timely(stepper: Stepper, steps: int) -> Block:
     """A block of steps that were all launched before the device began with them.
+
+    Parameters
+    ----------
+    stepper : Stepper
+    steps : int
+        At most.
 
     Raises
     ------
     WorkNotDone
         If not even a few are.
     """
-    steps = STEPS
     while steps > 1:
         block = stepper(steps)
         devices.synchronize()
@@ -193,7 +198,7 @@ class PenaltySession:
             subject = make_subject(Workload(cell, self._device))
             stepper = Stepper(subject, logits.of(cell))
             stepper(4)
-            block = _timely(stepper)
+            block = timely(stepper, STEPS)
             check("the commit", subject, logits)
             joined = Joiner(subject, self._device)(JOINS)
             check_joined("the commit", subject)

@@ -27,7 +27,7 @@ def serve_session(setup_json: str) -> Handler:
     ``seconds`` of the whole call.
     """
     from lab.cases import Case, Setup
-    from lab.sessions import Session, sampling_params
+    from lab.sessions import Session, check_round, sampling_params
 
     setup = Setup(**json.loads(setup_json))
     session = Session(setup, Path.cwd())
@@ -38,7 +38,7 @@ def serve_session(setup_json: str) -> Handler:
         case = Case("serve", setup, batch_size=size, output_len=length, penalties=penalties)
         prompts = question.get("prompts") or session.prompts(case)
         round_ = session.generate(prompts, sampling_params(case))
-        metrics.check_results(round_.results, [len(p) for p in prompts], length)
+        check_round(round_, case, [len(p) for p in prompts])
         return {
             "metrics": metrics.decode_metrics(round_),
             "tokens": [result["output_ids"] for result in round_.results],

@@ -7,7 +7,6 @@ a commit cannot do the work of a case, its engine stalls for good, and nothing i
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import queue
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab import devices, metrics, models
-from lab.cases import DRAFT_SHAPES, Case, Setup
+from lab.cases import DRAFT_SHAPES, WARM_UP_LEN, Case, Setup
 from lab.metrics import Round, Step
 
 if TYPE_CHECKING:
@@ -37,6 +36,25 @@ def sampling_params(case: Case) -> dict[str, Any]:
             "logit_bias": {"5": -1.0, "7": 0.5},
         }
     return params
+
+
+def check_round(round_: Round, case: Case, prompt_lens: list[int]) -> None:
+    """See that requests that run alone did what a case wants.
+
+    Raises
+    ------
+    WorkNotDone
+        If not.
+    """
+    metrics.check_results(round_.results, prompt_lens, case.output_len)
+    most = 1
+    if case.setup.speculative != "none":
+        most += DRAFT_SHAPES[case.setup.speculative]["speculative_num_steps"]
+        # In the few tokens of a warm-up it may be that no draft is accepted.
+        accepts = case.setup.model == "real" and case.output_len > WARM_UP_LEN
+        metrics.check_speculation(round_.results, accepts)
+    # A request's first token is the prefill's.
+    metrics.check_batches(round_, case.batch_size, (case.output_len - 1) // most)
 
 
 class Probe:
@@ -300,27 +318,36 @@ class Session:
         return metrics.decode_metrics(round_)
 
     def _generate_checked(self, case: Case) -> Round:
-        """Run the case's generation requests alone, and see that they were what they should be."""
+        """Run the case's generation requests alone, and see that they were what they should be.
+
+        Whoever hands them in may be interrupted amid that, and the first ones decode alone for a while.
+        Then they are run once more.
+        """
         prompts = self.prompts(case)
-        round_ = self.generate(prompts, sampling_params(case))
-        metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
-        most = 1
-        if self.setup.speculative != "none":
-            most += DRAFT_SHAPES[self.setup.speculative]["speculative_num_steps"]
-            metrics.check_speculation(round_.results, self.setup.model == "real")
-        # A request's first token is the prefill's.
-        metrics.check_batches(round_, case.batch_size, (case.output_len - 1) // most)
+        for is_last in (False, True):
+            round_ = self.generate(prompts, sampling_params(case))
+            try:
+                check_round(round_, case, [len(p) for p in prompts])
+            except metrics.SmallerBatch:
+                if is_last:
+                    raise
+            else:
+                break
         return round_
 
     def check_penalties(self, case: Case) -> None:
-        """See that without its penalties a case says something else than it did in its last round.
+        """See that without penalties a case says something else than it did in its last round.
+
+        With the same bias and least number of tokens, which are applied in a way of their own.
 
         Raises
         ------
         WorkNotDone
             If not.
         """
-        plain = self._generate_checked(dataclasses.replace(case, penalties=False))
+        names = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+        params = {k: v for k, v in sampling_params(case).items() if k not in names}
+        plain = self.generate(self.prompts(case), params)
         if [result["output_ids"] for result in plain.results] == self._said:
             raise metrics.WorkNotDone("penalties have changed no token")
 
@@ -436,22 +463,24 @@ class _MixedRound:
         wanted.put((time.perf_counter(), next(self._pending)))
 
     def _score(self, wanted: queue.SimpleQueue, errors: list[BaseException]) -> None:
+        free_since = 0.0
         while (item := wanted.get()) is not None:
-            # One that has to wait for the one before has come all the same.
             came, prompt = item
             try:
-                self.scores.append(
-                    self.session.engine.generate(
-                        input_ids=prompt,
-                        sampling_params={"max_new_tokens": 0},
-                        return_logprob=True,
-                        logprob_start_len=0,
-                    )
+                result = self.session.engine.generate(
+                    input_ids=prompt,
+                    sampling_params={"max_new_tokens": 0},
+                    return_logprob=True,
+                    logprob_start_len=0,
                 )
             except RuntimeError as error:
                 errors.append(error)
                 return
-            self.score_latencies.append(time.perf_counter() - came)
+            # One that had to wait for the one before it had come all the same.
+            waited = max(0.0, free_since - came)
+            self.score_latencies.append(waited + result["meta_info"]["e2e_latency"])
+            self.scores.append(result)
+            free_since = time.perf_counter()
 
     def _take(self, item: dict[str, Any], wanted: queue.SimpleQueue) -> None:
         index, now = item["index"], time.perf_counter()

@@ -179,25 +179,26 @@ def measure_all(
                 if name == names[-1]:
                     session.close()
             except Exception as error:
-                outcome = _outcome(case, error)
+                unfinished = session.unfinished(case) if isinstance(session, Session) else 0
+                outcome = _outcome(case, error, unfinished)
                 detail = f"{type(error).__name__}: {error}"
                 if outcome == "failed":
                     detail = traceback.format_exc(limit=-3).strip()
                 if outcome == "stalls":
-                    about["unfinished"] = session.unfinished(case)
+                    about["unfinished"] = unfinished
                 events.result(name, outcome, detail=detail, **about)
                 # Its engine cannot be trusted any more, nor closed.
                 raise
             events.result(name, "done", **found, **about)
 
 
-def _outcome(case: Case, error: Exception) -> str:
-    """A mixed workload that does not go on, or of which an engine says that it left something, *stalls*.
+def _outcome(case: Case, error: Exception, unfinished: int) -> str:
+    """Generation requests of a mixed workload that do not go on, or that an idle engine has, *stall*.
 
     That is what #21840 is about. Anything else is a failure, and so are both of any other work.
     """
     stalled = isinstance(error, Stalled) or "leak detected" in str(error)
-    return "stalls" if stalled and case.kind == "mixed" else "failed"
+    return "stalls" if stalled and unfinished and case.kind == "mixed" else "failed"
 
 
 def _where_the_engine_is() -> str:

@@ -1,4 +1,4 @@
-"""Before and after, inside one run (``make micro``): the lab's workloads, timed by pytest-benchmark.
+"""Before and after, inside one run (``make micro``): the lab's workloads, compared by pytest-benchmark.
 
 Variants of one workload are a group, and stand below each other in its table. A commit of history is
 measured in a process of its own, which is asked for one round at a time (`lab.contest`).

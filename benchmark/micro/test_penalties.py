@@ -26,7 +26,7 @@ from lab.penalty_costs import (
     check,
     check_joined,
 )
-from lab.penalty_history import DenseOfCommit
+from lab.penalty_history import DenseOfCommit, timely
 from lab.told_time import TOLD
 
 CELLS = (
@@ -45,10 +45,8 @@ DEVICE = devices.device()
 
 def seconds(stepper: Stepper, steps: int) -> float:
     """Seconds of one of so many steps."""
-    block = stepper(steps)
-    devices.synchronize()
-    block.settle()
-    return (block.device if DEVICE.type == "cuda" else block.host + block.device) / steps
+    block = timely(stepper, steps)
+    return (block.device if DEVICE.type == "cuda" else block.host + block.device) / block.steps
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

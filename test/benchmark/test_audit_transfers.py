@@ -95,6 +95,18 @@ def test_requests_without_their_tokens_are_no_audit(monkeypatch: pytest.MonkeyPa
         audit_transfers.audit(steps=2)
 
 
+@pytest.mark.parametrize(("asked", "has"), [("all", False), ("none", True)])
+def test_an_audit_of_other_penalties_than_were_asked_for(
+    asked: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lab import audit_transfers
+    from lab.metrics import WorkNotDone
+
+    monkeypatch.setattr(audit_transfers, "has_penalties", lambda scheduler: has)
+    with pytest.raises(WorkNotDone, match=rf"penalties '{asked}' had {'some' if has else 'none'}"):
+        audit_transfers.audit(penalties=asked, steps=2)
+
+
 def test_slots_that_are_left_behind_are_named() -> None:
     from types import SimpleNamespace
 

@@ -46,7 +46,7 @@ def test_a_model_of_another_shape_has_it(
 ) -> None:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8}
     monkeypatch.setattr(device_occupancy, "SMOLLM2_135M", small)
-    make_session("shape", speculative, "cpu", tmp_path).close()
+    make_session("shape", speculative, "cpu", 8, 64, tmp_path).close()
     written = json.loads((tmp_path / "shape" / "config.json").read_text())
     assert small.items() <= written.items()
 
@@ -57,6 +57,12 @@ def test_metrics(speculative: str) -> None:
     assert set(SHOWN) <= found.keys()
     assert 0 < found["forward_occupancy"] <= 1
     assert found["accepted_length"] >= 1
+
+
+def test_a_batch_of_any_size_finds_room_at_once() -> None:
+    """Of 32 requests and 16,384 tokens there was room, whatever was asked for."""
+    found = measure("tiny", "none", "cpu", batch_size=80, output_len=200, rounds=1)
+    assert found["accepted_length"] == 1
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,16 +87,17 @@ def test_a_round(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA allocator counts in another way")
-def test_penalties_that_hold_nothing_are_not_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lost", ["lab.memory.penalty_bytes", "lab.metrics.has_penalties"])
+def test_penalties_that_are_not_there_or_not_found(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lab.memory.penalty_bytes", lambda scheduler: 0)
+    monkeypatch.setattr(lost, lambda scheduler: 0)
     case = replace(CASES["memory/plain-penalties"], batch_size=2)
     setup = replace(case.setup, vocab_size=900)
     with (
         one_thread(),
         MemorySession(setup, tmp_path) as session,
-        pytest.raises(WorkNotDone, match="penalties hold nothing"),
+        pytest.raises(WorkNotDone, match="there were no penalties, or it is not known where"),
     ):
         session.run_round(case)
 

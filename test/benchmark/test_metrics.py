@@ -13,7 +13,7 @@ import step_records as records
 
 from lab import metrics
 from lab.formats import significant
-from lab.metrics import Round, Step, WorkNotDone
+from lab.metrics import Round, SmallerBatch, Step, WorkNotDone
 
 
 def make_round(
@@ -174,24 +174,25 @@ def test_requests_that_decode_together(plain: Round, speculative: Round) -> None
 def test_requests_that_do_not_decode_together(
     plain: Round, batch_size: int, steps: int, message: str
 ) -> None:
-    with pytest.raises(WorkNotDone, match=message):
+    with pytest.raises(SmallerBatch, match=message):
         metrics.check_batches(plain, batch_size, steps)
 
 
 def test_requests_that_were_retracted(plain: Round) -> None:
     plain.results[1]["meta_info"]["retraction_count"] = 2
-    with pytest.raises(WorkNotDone, match="request 1 was retracted, 2 times"):
+    with pytest.raises(WorkNotDone, match="request 1 was retracted, 2 times") as caught:
         metrics.check_batches(plain, 2, 2)
+    assert not isinstance(caught.value, SmallerBatch)  # once more would be in vain
 
 
 def test_speculation_that_took_place(speculative: Round, plain: Round) -> None:
-    metrics.check_speculation(speculative.results, is_real=True)
+    metrics.check_speculation(speculative.results, accepts=True)
     with pytest.raises(WorkNotDone, match="request 0 was to be speculated for"):
-        metrics.check_speculation(plain.results, is_real=False)
+        metrics.check_speculation(plain.results, accepts=False)
     in_vain = [records.result(4, [1, 2, 3], spec_verify_ct=2, spec_accept_length=1.0)]
-    metrics.check_speculation(in_vain, is_real=False)  # a random head's drafts
+    metrics.check_speculation(in_vain, accepts=False)  # a random head's drafts
     with pytest.raises(WorkNotDone, match="no token of any draft was accepted"):
-        metrics.check_speculation(in_vain, is_real=True)
+        metrics.check_speculation(in_vain, accepts=True)
 
 
 def scored(prompt: list[int]) -> dict[str, Any]:

@@ -527,7 +527,7 @@ def test_a_block_that_was_launched_too_late_is_done_again_with_fewer_steps() -> 
         asked.append(steps)
         return costs.Block(steps, device=1e-3, is_late=steps > 6)
 
-    assert penalty_history._timely(stepper).steps == 6
+    assert penalty_history.timely(stepper, penalty_history.STEPS).steps == 6
     assert asked == [24, 12, 6]
     with pytest.raises(WorkNotDone, match="did not wait"):
-        penalty_history._timely(lambda steps: costs.Block(steps, is_late=True))
+        penalty_history.timely(lambda steps: costs.Block(steps, is_late=True), 24)

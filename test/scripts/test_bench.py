@@ -152,6 +152,7 @@ BASE_RESULTS: dict[str, dict[str, float | None]] = {
     "decode.Decode.track_itl_p50_ms_ratio": {"tiny-b8": 0.08},
     "decode.Decode.track_forward_idle": {"tiny-b8": 0.25},
     "mixed.Mixed.track_stalled": {"tiny-b8": 1.0},
+    "mixed.Mixed.track_unfinished": {"tiny-b8": 8.0},
     "mixed.Mixed.track_us_per_token": {"tiny-b8": math.nan},
     "mixed.MixedMore.track_us_per_token": {"real-b4": 50.0},
     "memory.Memory.track_peak_step_bytes": {"plain": math.nan},
@@ -164,6 +165,7 @@ FIXED_RESULTS = BASE_RESULTS | {
     "decode.Decode.track_itl_p50_ms_ratio": {"tiny-b8": 0.04},
     "decode.Decode.track_itl_p99_ms": {"tiny-b8": 9.0},
     "mixed.Mixed.track_stalled": {"tiny-b8": 0.0},
+    "mixed.Mixed.track_unfinished": {"tiny-b8": 0.0},
     "mixed.Mixed.track_us_per_token": {"tiny-b8": 250.0},
     "decode.Decode.track_steps_per_token": {"tiny-b8-normal": None},
 }
@@ -277,6 +279,8 @@ def test_what_the_table_says(found: list[bench.Values]) -> None:
     assert rows["decode", "tiny-b8", "ITL p50, ms ↓"] == ["0.800", "0.800 [dim]1.00×[/]"]
     assert rows["decode", "tiny-b8", "forward occupancy ↑"] == ["0.750", "0.750 [dim]1.00×[/]"]
     assert rows["mixed", "tiny-b8", "tokens/s ↑"] == ["[bold red]stalls[/]", "4,000"]
+    # A commit that stalls has this number all the same.
+    assert rows["mixed", "tiny-b8", "generations unfinished ↓"] == ["8", "0 [dim]0.00×[/]"]
     # What the quick set leaves out has a class of its own, and is shown beside it.
     assert rows["mixed", "real-b4", "tokens/s ↑"] == ["20,000", "20,000 [dim]1.00×[/]"]
     accepted = rows["decode", "tiny-b8-normal", "accepted length ↑"]
