@@ -316,6 +316,40 @@ def test_a_leak_is_found_although_a_request_waits_for_room(
 
 
 @LOOPS
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "before another one"])
+def test_a_leak_is_found_although_a_prompt_that_has_begun_cannot_go_on(
+    others: int, overlap: bool, make_engine: Callable[..., Engine]
+) -> None:
+    with make_engine(disable_overlap_schedule=not overlap, chunked_prefill_size=64) as engine:
+        engine.scheduler.check_busy = False
+        engine.scheduler.token_to_kv_pool_allocator.alloc(400)
+        with pytest.raises(RuntimeError, match=r"memory leak detected: \d+ of 512 slots"):
+            engine.generate(input_ids=[[5] * 250] + [[5] * 8] * others, sampling_params=SHORT)
+
+
+@LOOPS
+def test_requests_that_no_step_takes_are_a_leak_although_another_one_waits(
+    overlap: bool, make_engine: Callable[..., Engine]
+) -> None:
+    """The defect of #21840: they are taken for requests that do not decode."""
+    with make_engine(disable_overlap_schedule=not overlap, max_running_requests=2) as engine:
+        engine.scheduler.check_busy = False
+        choose = engine.scheduler.get_next_batch_to_run
+
+        def without_decode() -> Any:
+            batch = choose()
+            if batch is not None and len(batch.reqs) == 2:
+                batch.is_prefill_only = True
+            return batch
+
+        engine.scheduler.get_next_batch_to_run = without_decode
+        with pytest.raises(
+            RuntimeError, match=r"memory leak detected: .* are in the running batch"
+        ):
+            engine.generate(input_ids=[[5], [6], [7]], sampling_params=SHORT)
+
+
+@LOOPS
 def test_a_leak_is_found_before_the_end(
     overlap: bool, make_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:

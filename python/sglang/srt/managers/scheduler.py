@@ -738,7 +738,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
     # ---- checks
 
     def self_check_during_idle(self) -> None:
-        """Nothing runs, so nothing may be held.
+        """Nothing runs, so nothing may be held, whoever waits.
 
         Raises
         ------
@@ -746,33 +746,34 @@ class Scheduler(SchedulerOutputProcessorMixin):
             If KV slots or rows of the request pool are not free.
         """
         self._was_idle = True
-        waits = bool(self.waiting_queue) or self.chunked_req is not None
-        # What waits may wait for requests that hold something; else whatever is held is a leak.
-        if not waits or (self.chunked_req is None and self.running_batch.is_empty()):
-            self._check_pools()
-        if waits:
+        if self.check_idle:
+            self._check_nothing_is_held()
+        if self.waiting_queue or self.chunked_req is not None:
             self._unblock()
         else:
             self.new_token_ratio = self.init_new_token_ratio
 
-    def _check_pools(self) -> None:
-        """Nothing is held."""
-        if not self.check_idle:
-            return
+    def _check_nothing_is_held(self) -> None:
+        slots = rows = penalized = 0
+        begun = self.chunked_req
+        if begun is not None and begun.req_pool_idx is not None:
+            page_size = self.token_to_kv_pool_allocator.page_size
+            slots, rows = ceil_align(begun.kv_allocated_len, page_size), 1
+            penalized = int(begun.req_pool_idx in (self.penalty_planner or ()))
         free = self.token_to_kv_pool_allocator.available_size()
-        if free != self.max_total_num_tokens:
+        if free + slots != self.max_total_num_tokens:
             raise RuntimeError(
                 "token_to_kv_pool_allocator memory leak detected: "
                 f"{free} of {self.max_total_num_tokens} slots are free when idle, "
                 f"and {self.running_batch.reqs} are in the running batch"
             )
         free = self.req_to_token_pool.available_size()
-        if free != self.req_to_token_pool.size:
+        if free + rows != self.req_to_token_pool.size:
             raise RuntimeError(
                 "req_to_token_pool memory leak detected: "
                 f"{free} of {self.req_to_token_pool.size} rows are free when idle"
             )
-        if self.penalty_planner:
+        if self.penalty_planner and len(self.penalty_planner) > penalized:
             raise RuntimeError(
                 "penalty pool leak detected: "
                 f"{len(self.penalty_planner)} requests have penalties when idle"
@@ -780,7 +781,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
 
     def _unblock(self) -> None:
         """Requests wait although nothing runs that they could wait for: give up the first."""
-        if self.running_batch.is_empty() and self.last_batch is None and self.waiting_queue:
+        if self.chunked_req is None and self.running_batch.is_empty() and self.last_batch is None:
             req = self.waiting_queue.pop(0)
             self._finish_now(
                 req, FINISH_ABORT(f"out of KV: no room for {req.seqlen} tokens in an empty pool")
