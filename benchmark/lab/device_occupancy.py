@@ -31,6 +31,7 @@ from lab.arguments import positive_int
 from lab.cases import Case, Setup
 from lab.remote import end_on_signals
 from lab.sessions import Session
+from lab.workloads import once_more
 
 # Its config.json, as far as the engine reads it.
 SMOLLM2_135M: Final[dict[str, Any]] = {
@@ -105,8 +106,8 @@ def measure(
             penalties=True,
             rounds=rounds,
         )
-        session.run_round(case.shortened())
-        found = [session.run_round(case) for _ in range(rounds)]
+        once_more(lambda: session.run_round(case.shortened()))
+        found = [once_more(lambda: session.run_round(case)) for _ in range(rounds)]
         session.close()
     names = [name for name in found[0] if all(name in metrics for metrics in found)]
     return {name: statistics.median(metrics[name] for metrics in found) for name in names}

@@ -14,8 +14,8 @@ A question whose cases take longer than a person waits has two classes. The firs
 and the one called ``...More`` the rest.
 
 A commit whose generation requests do not go on under scoring requests *stalls* (see `lab.worker`): the
-case's numbers are NaN, which asv shows as "n/a", and ``track_stalled`` is 1. A case that a commit has no
-API for is skipped. Anything else that goes wrong is an error.
+case's numbers are NaN, which asv shows as "n/a", but for ``track_stalled``, which is 1, and how many are
+unfinished. A case that a commit has no API for is skipped. Anything else that goes wrong is an error.
 """
 
 from __future__ import annotations

@@ -87,15 +87,12 @@ class _Boundaries(Probe):
         super().__init__()
         self._allocations = allocations
         self._before = 0
-        self.scheduler: Any = None
         self.peaks: list[int] = []
         self.penalty_bytes = 0
-        self.had_penalties = False
 
     def __call__(self, record: metrics.StepRecord) -> None:
         if record.forward_mode == "DECODE" and record.num_tokens > 0:
             self.peaks.append(self._peak() - self._before)
-            self.had_penalties |= metrics.has_penalties(self.scheduler)
             self.penalty_bytes = max(self.penalty_bytes, penalty_bytes(self.scheduler))
         self._reset()
         super().__call__(record)
@@ -104,7 +101,6 @@ class _Boundaries(Probe):
         """Begin anew: whatever is noted from now on is of another round."""
         self.peaks.clear()
         self.penalty_bytes = 0
-        self.had_penalties = False
 
     def _peak(self) -> int:
         return self._allocations.peak if self._allocations else torch.cuda.max_memory_allocated()
@@ -161,7 +157,6 @@ class MemorySession(Session):
         )
         self._is_warm = False
         super().__init__(setup, scratch, **overrides)
-        self._boundaries.scheduler = self.engine.scheduler
 
     def make_probe(self) -> Probe:
         self._boundaries = _Boundaries(self._allocations)
@@ -199,10 +194,8 @@ class MemorySession(Session):
         peaks = self._boundaries.peaks[EDGE:-EDGE]
         if not peaks:
             raise metrics.WorkNotDone(f"{len(self._boundaries.peaks)} decode steps are too few")
-        if case.penalties and not (
-            self._boundaries.had_penalties and self._boundaries.penalty_bytes
-        ):
-            raise metrics.WorkNotDone("there were no penalties, or it is not known where they are")
+        if case.penalties and not self._boundaries.penalty_bytes:
+            raise metrics.WorkNotDone("penalties hold nothing, or it is not known where")
         return {
             "peak_step_bytes": float(max(peaks)),
             "penalty_state_bytes": float(self._boundaries.penalty_bytes),

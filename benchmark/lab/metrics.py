@@ -9,8 +9,8 @@ of a case, each between two runs of an anchor (see `lab.anchor`), get ratios to 
                        mixed work, from the first token to the last, with what is scored meanwhile
 ``itl_p50_ms``         inter-token latency of decode steps, median over tokens; those that come of one
                        step share its time. Of mixed work, between arrivals; modelled, median over steps
-``itl_p99_ms``         the same, 99th percentile: of a round of fewer than 100 steps it is between the
-                       two slowest ones
+``itl_p99_ms``         the same, 99th percentile: of a round of fewer than 100 steps it is the slowest
+                       one's, or in a small batch between the two slowest
 ``tokens_per_s``       ``1e6 / us_per_token``
 ``accepted_length``    tokens a request got from one decode step, on average; 1 without speculation
 ``steps_per_token``    ``1 / accepted_length``: smaller is better

@@ -28,6 +28,7 @@ def serve_session(setup_json: str) -> Handler:
     """
     from lab.cases import Case, Setup
     from lab.sessions import Session, check_round, sampling_params
+    from lab.workloads import once_more
 
     setup = Setup(**json.loads(setup_json))
     session = Session(setup, Path.cwd())
@@ -37,8 +38,13 @@ def serve_session(setup_json: str) -> Handler:
         penalties = question.get("penalties", False)
         case = Case("serve", setup, batch_size=size, output_len=length, penalties=penalties)
         prompts = question.get("prompts") or session.prompts(case)
-        round_ = session.generate(prompts, sampling_params(case))
-        check_round(round_, case, [len(p) for p in prompts])
+
+        def run() -> metrics.Round:
+            round_ = session.generate(prompts, sampling_params(case))
+            check_round(round_, case, [len(p) for p in prompts])
+            return round_
+
+        round_ = once_more(run)
         return {
             "metrics": metrics.decode_metrics(round_),
             "tokens": [result["output_ids"] for result in round_.results],

@@ -58,13 +58,25 @@ def check_round(round_: Round, case: Case, prompt_lens: list[int]) -> None:
 
 
 class Probe:
-    """Collects the steps of an engine; it is the engine's observer."""
+    """Collects the steps of an engine; it is the engine's observer.
+
+    Attributes
+    ----------
+    scheduler : Scheduler, optional
+        The engine's.
+    had_penalties : bool, optional
+        Whether there were penalties in the first decode step since this was set to None.
+    """
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
+        self.scheduler: Any = None
+        self.had_penalties: bool | None = None
 
     def __call__(self, record: metrics.StepRecord) -> None:
         self._steps.append(Step(time.perf_counter(), record))
+        if self.had_penalties is None and record.forward_mode == "DECODE" and self.scheduler:
+            self.had_penalties = metrics.has_penalties(self.scheduler)
 
     def take(self, forward_count: Callable[[], int], timeout: float = 30.0) -> list[Step]:
         """The steps since the last call, once the engine has come to rest.
@@ -229,6 +241,7 @@ class Session:
             observer=self.probe,
             model_runner_class=self.gate.runner_class(ModelRunner),
         )
+        self.probe.scheduler = self.engine.scheduler
         if self.accelerator is not None:
             self.accelerator.attach(self.engine)
         if setup.forwards == "none":
@@ -277,6 +290,8 @@ class Session:
 
         Raises
         ------
+        SmallerBatch
+            If the requests did not all decode together. They may have come late, see `lab.workloads`.
         WorkNotDone
             If the engine did something else than the work that was asked for.
         RuntimeError
@@ -318,21 +333,13 @@ class Session:
         return metrics.decode_metrics(round_)
 
     def _generate_checked(self, case: Case) -> Round:
-        """Run the case's generation requests alone, and see that they were what they should be.
-
-        Whoever hands them in may be interrupted amid that, and the first ones decode alone for a while.
-        Then they are run once more.
-        """
+        """Run the case's generation requests alone, and see that they were what they should be."""
         prompts = self.prompts(case)
-        for is_last in (False, True):
-            round_ = self.generate(prompts, sampling_params(case))
-            try:
-                check_round(round_, case, [len(p) for p in prompts])
-            except metrics.SmallerBatch:
-                if is_last:
-                    raise
-            else:
-                break
+        self.probe.had_penalties = None
+        round_ = self.generate(prompts, sampling_params(case))
+        check_round(round_, case, [len(p) for p in prompts])
+        if case.penalties and self.probe.had_penalties is False:
+            raise metrics.WorkNotDone("a decode step of requests with penalties had none")
         return round_
 
     def check_penalties(self, case: Case) -> None:
@@ -347,7 +354,9 @@ class Session:
         """
         names = ("frequency_penalty", "presence_penalty", "repetition_penalty")
         params = {k: v for k, v in sampling_params(case).items() if k not in names}
-        plain = self.generate(self.prompts(case), params)
+        prompts = self.prompts(case)
+        plain = self.generate(prompts, params)
+        metrics.check_results(plain.results, [len(p) for p in prompts], case.output_len)
         if [result["output_ids"] for result in plain.results] == self._said:
             raise metrics.WorkNotDone("penalties have changed no token")
 

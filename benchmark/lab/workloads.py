@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from lab.cases import Case, Setup
+from lab.metrics import SmallerBatch
 
 
 class RunsRounds(Protocol):
@@ -29,6 +30,26 @@ class RunsRounds(Protocol):
 
     def close(self) -> None:
         """Give back what is held."""
+
+
+Answer = TypeVar("Answer")
+
+
+def once_more(round_: Callable[[], Answer]) -> Answer:
+    """Run a round, and another one in its place if its requests came late.
+
+    Whoever hands them in may be interrupted amid that, and the first ones decode alone for a while. An
+    engine that does not decode all of them together does so again, and fails.
+
+    Parameters
+    ----------
+    round_ : callable
+        Runs the round, with everything that is measured of it.
+    """
+    try:
+        return round_()
+    except SmallerBatch:
+        return round_()
 
 
 def make_session(setup: Setup, scratch: Path) -> RunsRounds:
