@@ -223,7 +223,6 @@ class Session:
         self.probe = self.make_probe()
         self.gate = Gate()
         self._mixed_round: _MixedRound | None = None
-        self._said: list[list[int]] = []
         self.progress: Callable[[], None] = lambda: None
         self.accelerator: ModelledAccelerator | None = None
         if setup.forwards == "modelled":
@@ -328,9 +327,7 @@ class Session:
         return round_
 
     def _decode(self, case: Case) -> dict[str, float]:
-        round_ = self._generate_checked(case)
-        self._said = [result["output_ids"] for result in round_.results]
-        return metrics.decode_metrics(round_)
+        return metrics.decode_metrics(self._generate_checked(case))
 
     def _generate_checked(self, case: Case) -> Round:
         """Run the case's generation requests alone, and see that they were what they should be."""
@@ -343,21 +340,25 @@ class Session:
         return round_
 
     def check_penalties(self, case: Case) -> None:
-        """See that without penalties a case says something else than it did in its last round.
+        """See that the largest penalties let a case say something else than none do.
 
-        With the same bias and least number of tokens, which are applied in a way of their own.
+        Those of the case itself may leave few tokens as they are. Its bias and least number of tokens,
+        which are applied in a way of their own, stay.
 
         Raises
         ------
         WorkNotDone
             If not.
         """
-        names = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-        params = {k: v for k, v in sampling_params(case).items() if k not in names}
-        prompts = self.prompts(case)
-        plain = self.generate(prompts, params)
-        metrics.check_results(plain.results, [len(p) for p in prompts], case.output_len)
-        if [result["output_ids"] for result in plain.results] == self._said:
+        prompts, said = self.prompts(case), []
+        for strength in (
+            {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 2.0},
+            {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+        ):
+            round_ = self.generate(prompts, sampling_params(case) | strength)
+            metrics.check_results(round_.results, [len(p) for p in prompts], case.output_len)
+            said.append([result["output_ids"] for result in round_.results])
+        if said[0] == said[1]:
             raise metrics.WorkNotDone("penalties have changed no token")
 
     def _mixed(self, case: Case) -> dict[str, float]:

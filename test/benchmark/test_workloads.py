@@ -182,28 +182,25 @@ def test_an_engine_that_does_not_speculate_measures_no_speculation(tmp_path: Pat
             session.run_round(case)
 
 
-def test_penalties_that_change_nothing_are_no_penalties(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_penalties_that_change_nothing_are_no_penalties(tmp_path: Path) -> None:
     setup = Setup("tiny", max_running_requests=4)
     case = Case("test", setup, batch_size=2, output_len=64, penalties=True)
+    nothing = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
     with Session(setup, tmp_path) as session:
-        session.run_round(case)
         session.check_penalties(case)
-        # A bias alone, which is no penalty, changes what is said, too.
-        said = sessions.sampling_params(case)
-        bias = {"logit_bias": {str(token): -100 for token in session._said[0]}}
-        without = {name: 0.0 for name in said if name in ("frequency_penalty", "presence_penalty")}
-        biased = said | without | {"repetition_penalty": 1.0} | bias
-        plain = sessions.sampling_params(dataclasses.replace(case, penalties=False))
-        monkeypatch.setattr(
-            sessions, "sampling_params", lambda case: dict(biased if case.penalties else plain)
-        )
-        before = session._said
-        session.run_round(case)
-        assert session._said != before
+        generate, asked = session.generate, []
+
+        def without_penalties(prompts: list[list[int]], params: dict[str, Any]) -> Round:
+            asked.append(params)
+            return generate(prompts, params | nothing)
+
+        session.generate = without_penalties
         with pytest.raises(WorkNotDone, match="penalties have changed no token"):
             session.check_penalties(case)
+    # A bias, which is no penalty, is the same in both.
+    strong, plain = asked
+    assert strong["logit_bias"] == plain["logit_bias"] != {}
+    assert {name for name in strong if strong[name] != plain[name]} == nothing.keys()
 
 
 def test_a_round_whose_requests_came_late_is_run_once_more(tmp_path: Path) -> None:
