@@ -192,6 +192,7 @@ def _as_json(found: Contest, judged: Sequence[verdicts.Verdict]) -> dict[str, An
         "base": found.sides[0].name,
         "head": found.sides[1].name,
         "pairs": len(found.pairs),
+        "short_pairs": len(found.short),
         "left_out": found.notes,
         "verdicts": [
             {

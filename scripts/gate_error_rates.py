@@ -5,9 +5,10 @@ Each trial is one comparison by `bench_gate`, of the cases that it has by defaul
 working tree's package in folders of their own. In ``same`` nothing is changed; in ``slow-5`` and
 ``slow-10`` each decode step's host work has been made 5 or 10 percent longer, by a loop whose length is
 measured first, as a share of ``host_us_per_step`` of the case ``scheduler/b8``, where nothing but the
-host's work is done. The loop stands in the step's preparation, in what makes its forward batch, or in
-what handles its results, in turn. A trial of ``same`` that calls any metric faster or slower, or says
-that a case fails, is a false alarm; one of the others that calls none slower, or any faster, is a miss.
+host's work is done. The summary says by how much that case was slower in the trials. The loop stands in
+the step's preparation, in what makes its forward batch, or in what handles its results, in turn. A
+trial of ``same`` that calls any metric faster or slower, or says that a case fails, is a false alarm;
+one of the others that calls none slower, or any faster, is a miss.
 
 Trials are appended to a file, one line of JSON each, with what tells one gate from another: the
 version of what is measured (`lab.contest`), the time it had, the pairs that it wanted at least, the time
@@ -36,7 +37,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -49,12 +50,15 @@ import numpy as np  # noqa: E402
 from bench_gate import DEFAULT_CASES, ENOUGH_PAIRS, MOST_MINUTES, compare  # noqa: E402
 from lab import contest, verdicts  # noqa: E402
 from lab.arguments import positive_float, positive_int  # noqa: E402
-from lab.contest import ContestError, Side, Worker  # noqa: E402
+from lab.contest import Contest, ContestError, Side  # noqa: E402
 from lab.remote import end_on_signals  # noqa: E402
 
 KINDS: Final = {"same": 0.0, "slow-5": 0.05, "slow-10": 0.10}
 TRIALS: Final = {"same": 40, "slow-5": 20, "slow-10": 20}
 CALIBRATED: Final = "scheduler/b8"
+# Of the order of those that are looked for: what a turn takes in a loop of milliseconds is another time.
+CALIBRATION_TURNS: Final = 2000
+CALIBRATION_PAIRS: Final = 25
 # Where a slowdown is put, one after the other: one that only the whole step shows must be found too.
 SITES: Final = {
     "prepare": ("managers/schedule_batch.py", "ScheduleBatch.prepare_for_decode"),
@@ -119,24 +123,18 @@ def copy_package(target: Path, turns: int, site: str = "prepare") -> Side:
 
 def calibrate(scratch: Path) -> float:
     """Turns of the loop that take as long as the host work of a decode step."""
-    many = 20_000
     plain = copy_package(scratch / "calibrate-plain", 0)
-    burning = copy_package(scratch / "calibrate-burning", many)
-    host: list[float] = []
-    extra: list[float] = []
+    burning = copy_package(scratch / "calibrate-burning", CALIBRATION_TURNS)
     with contest.forking(threads=1) as context:
-        for _ in range(5):
-            with Worker(context, plain, 1) as one, Worker(context, burning, 1) as other:
-                for worker in (one, other):
-                    worker.run(CALIBRATED, warm_up=True)
-                for _ in range(4):
-                    found = [worker.run(CALIBRATED) for worker in (one, other)]
-                    us = [round_["host_us_per_step"] for round_ in found]
-                    host.append(us[0])
-                    extra.append(us[1] - us[0])
+        found = Contest(context, plain, burning, [CALIBRATED], rounds=8)
+        for _ in range(CALIBRATION_PAIRS):
+            if found.run_pair() is None:
+                raise ContestError("; ".join(found.notes))
     for side in (plain, burning):
         shutil.rmtree(side.package)
-    return many * statistics.median(host) / statistics.median(extra)
+    names, logs = found.log_ratios()
+    ratios = np.exp(logs[:, names.index(f"{CALIBRATED} host_us_per_step")])
+    return CALIBRATION_TURNS / (float(np.median(ratios)) - 1)
 
 
 def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None) -> None:
@@ -181,7 +179,10 @@ def run_trial(base: Side, head: Side, minutes: float) -> dict[str, Any]:
         found["pairs"] = len(compared.pairs)
         found["verdicts"] = [_rounded(asdict(verdict)) for verdict in compared.judge()]
         names, logs = compared.log_ratios()
-        found["metrics"], found["logs"] = names, np.round(logs, 5).tolist()
+        found["short_pairs"] = len(compared.short)
+        # JSON has no NaN.
+        rows = [[None if v != v else v for v in row] for row in np.round(logs, 5).tolist()]
+        found["metrics"], found["logs"] = names, rows
         found["notes"] = compared.notes
     except ContestError as error:
         found["error"] = str(error)
@@ -199,7 +200,7 @@ def describe_gate(minutes: float) -> dict[str, Any]:
     """What tells one gate from another."""
     about = {"version": contest.VERSION, "minutes": minutes}
     about |= {"least_pairs": ENOUGH_PAIRS, "most_minutes": MOST_MINUTES}
-    return about | {"alpha": verdicts.ALPHA}
+    return about | {"alpha": verdicts.ALPHA, "short_pairs": contest.SHORT_PAIRS}
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -234,7 +235,8 @@ def judged_again(trial: dict[str, Any]) -> list[dict[str, Any]]:
         return kept
     # What was not measured in pairs comes first.
     fixed = kept[: len(kept) - len(trial["metrics"])]
-    judged = verdicts.judge(trial["metrics"], np.array(trial["logs"]), alpha=trial["gate"]["alpha"])
+    logs = np.array(trial["logs"], dtype=float)
+    judged = verdicts.judge(trial["metrics"], logs, alpha=trial["gate"]["alpha"])
     return fixed + [_rounded(asdict(verdict)) for verdict in judged]
 
 
@@ -284,6 +286,15 @@ def summarise(trials: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def slowdown(trial: Mapping[str, Any]) -> float | None:
+    """How much slower the case was by which the loop was measured; None where it has no numbers."""
+    name = f"{CALIBRATED} host_us_per_step"
+    if name not in trial.get("metrics", ()):
+        return None
+    column = np.array(trial["logs"], dtype=float)[:, trial["metrics"].index(name)]
+    return float(np.expm1(np.nanmedian(column)))
+
+
 def _summary(kind: str, trials: Sequence[dict[str, Any]]) -> str:
     wrong = sum(map(is_wrong, trials))
     low, high = bounds(wrong, len(trials))
@@ -294,6 +305,10 @@ def _summary(kind: str, trials: Sequence[dict[str, Any]]) -> str:
         f"{kind}: {wrong} of {len(trials)} {what} (95%: {low:.0%} to {high:.0%}); median "
         f"{pairs:.0f} pairs in {seconds:.0f} s"
     )
+    if kind != "same" and (
+        slower := [by for trial in trials if (by := slowdown(trial)) is not None]
+    ):
+        line += f"; {CALIBRATED} slower by {statistics.median(slower):.1%}"
     errors = sum("error" in trial for trial in trials)
     return line + (f"; {errors} of them ended in an error" if errors else "")
 

@@ -6,6 +6,9 @@ is compared is a pair. All are forked from one process that has torch in it alre
 pair differ in the package alone; and none takes seconds to start. Within a pair the sides take turns,
 case by case, in an order that is the other way round in each second round and each second pair.
 
+What two processes of the same code differ in is most of the noise of the host's work, and processes that
+run nothing else take little time. So behind each pair of all cases there are short ones of these.
+
 What is counted and not timed (transfers, bytes) is the same each time, and is asked of each side once,
 of the case as it stands.
 
@@ -60,8 +63,9 @@ class Turns:
     output_len: int | None = None
 
 
-VERSION: Final = 2
-"""Of what is measured: to be counted up where `QUICK`, `GATED` or a round of them gets another meaning.
+VERSION: Final = 3
+"""Of what is measured: to be counted up where `QUICK`, `SHORT`, `GATED` or a round of them gets another
+meaning.
 
 Error rates that were measured of one version say nothing of another."""
 
@@ -69,8 +73,8 @@ ROUNDS: Final = 4
 """Of a case that is not of the quick set."""
 
 QUICK: Final = {
-    "scheduler/b8": Turns(10, 64),
-    "scheduler/b64": Turns(6, 48),
+    "scheduler/b8": Turns(6, 64),
+    "scheduler/b64": Turns(4, 48),
     "decode/tiny-b8": Turns(5, 32),
     "decode/tiny-b32-penalties": Turns(4, 16),
     "mixed/tiny-b8": Turns(4, 16),
@@ -78,6 +82,12 @@ QUICK: Final = {
     "penalties/plain-b64": Turns(4),
 }
 """The quick set. Host work that stands alone is measured most exactly, so it comes most often."""
+
+SHORT: Final = {"scheduler/b8": 5, "scheduler/b64": 4}
+"""Cases that have short pairs of their own besides, with their rounds there."""
+
+SHORT_PAIRS: Final = 3
+"""How many of them come behind each pair of all cases."""
 
 QUICK_COUNTS: Final = (
     "transfers/plain-penalties-normal",
@@ -281,6 +291,16 @@ def _shortened(case: Case, name: str) -> Case:
     return dataclasses.replace(case, output_len=min(length or case.output_len, case.output_len))
 
 
+def _schedule(rounds: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Cases, each with the number of its round, spread evenly over a pair."""
+    most = max(rounds.values())
+    for turn in range(most):
+        for case, wanted in rounds.items():
+            done = turn * wanted // most
+            if (turn + 1) * wanted // most > done:
+                yield case, done
+
+
 def _compare_counts(
     case: str, base: Mapping[str, float], head: Mapping[str, float]
 ) -> list[verdicts.Verdict]:
@@ -404,6 +424,9 @@ class Contest:
     Attributes
     ----------
     pairs : list of Pair
+        Of all cases.
+    short : list of Pair
+        Of those that have some of their own.
     notes : list of str
         Cases that were left out, and why.
     """
@@ -424,7 +447,14 @@ class Contest:
             case: rounds or (QUICK[case].rounds if case in QUICK else ROUNDS) for case in cases
         }
         self._threads = threads
+        # Where there is nothing else, each pair is short.
+        self._short = {
+            case: rounds or turns
+            for case, turns in SHORT.items()
+            if case in self._rounds and not self._rounds.keys() <= SHORT.keys()
+        }
         self.pairs: list[Pair] = []
+        self.short: list[Pair] = []
         self.notes: list[str] = []
         self._fixed: list[verdicts.Verdict] = []
 
@@ -464,9 +494,9 @@ class Contest:
             # Whoever reads this looks after the head, and does not look for a mistake in the base.
             why = why.splitlines()[-1]
         self.notes.append(f"{case} left out: {side.name}: {why}")
-        for pair in self.pairs:
-            pair.base.pop(case)
-            pair.head.pop(case)
+        for pair in (*self.pairs, *self.short):
+            pair.base.pop(case, None)
+            pair.head.pop(case, None)
 
     def _try(self) -> list[dict[str, dict[str, float] | _Inability]]:
         """Of each side, by case: what a round gave, or why there is none.
@@ -504,7 +534,9 @@ class Contest:
         return found
 
     def run_pair(self, tick: Callable[[str], None] = lambda what: None) -> Pair | None:
-        """Measure with one more pair of processes; `tick` is told of each step.
+        """Measure with one more pair of processes, and the short ones behind it.
+
+        `tick` is told of each step.
 
         Returns
         -------
@@ -512,29 +544,37 @@ class Contest:
             None if a side could not do a case. That is left out from now on, as in `prepare`, and
             nothing is kept of this pair.
         """
+        rounds = {case: self._rounds[case] for case in self._cases}
+        short = {case: turns for case, turns in self._short.items() if case in self._cases}
         try:
-            pair = self._measure_pair(tick)
+            pair = self._measure_pair(tick, rounds, len(self.pairs))
+            behind = [
+                self._measure_pair(tick, short, len(self.short) + i)
+                for i in range(SHORT_PAIRS if short else 0)
+            ]
         except CaseError as error:
             self._leave_out(error.case, error.side, _Inability(error.why))
             return None
         self.pairs.append(pair)
+        self.short += behind
         return pair
 
-    def _measure_pair(self, tick: Callable[[str], None]) -> Pair:
-        number = len(self.pairs)
+    def _measure_pair(
+        self, tick: Callable[[str], None], rounds: Mapping[str, int], number: int
+    ) -> Pair:
         # Which one is started first, and which one has the first turn.
         order = (0, 1) if number % 2 == 0 else (1, 0)
-        pair = Pair({case: [] for case in self._cases}, {case: [] for case in self._cases})
+        pair = Pair({case: [] for case in rounds}, {case: [] for case in rounds})
         with ExitStack() as stack:
             workers: dict[int, Worker] = {}
             for i in order:
                 worker = Worker(self._context, self.sides[i], self._threads)
                 workers[i] = stack.enter_context(worker)
-            for case in self._cases:
+            for case in rounds:
                 for i in order:
                     tick(f"warm-up: {case}")
                     workers[i].run(case, warm_up=True)
-            for case, turn in self._schedule():
+            for case, turn in _schedule(rounds):
                 for i in order if turn % 2 == 0 else order[::-1]:
                     tick(case)
                     found = workers[i].run(case, patience=ROUND_S)
@@ -542,28 +582,20 @@ class Contest:
                     (pair.base, pair.head)[i][case].append(found)
         return pair
 
-    def _schedule(self) -> Iterator[tuple[str, int]]:
-        """Cases, each with the number of its round, spread evenly over a pair."""
-        most = max(self._rounds[case] for case in self._cases)
-        for turn in range(most):
-            for case in self._cases:
-                done = turn * self._rounds[case] // most
-                if (turn + 1) * self._rounds[case] // most > done:
-                    yield case, done
-
     def log_ratios(self) -> tuple[list[str], np.ndarray]:
-        """Names of the metrics of time that all pairs have, and their numbers.
+        """Names of the metrics of time that all long pairs have, and their numbers.
 
         Returns
         -------
         names : list of str
             "case metric".
         logs : ndarray, shape (n, m)
-            Logarithms of head by base, a pair each row.
+            Logarithms of head by base, a pair each row, the short ones last; NaN where these have none.
         """
         rows = [pair.log_ratios() for pair in self.pairs]
         names = [name for name in (rows or [{}])[0] if all(name in row for row in rows)]
-        return names, np.array([[row[name] for name in names] for row in rows])
+        rows += [pair.log_ratios() for pair in self.short]
+        return names, np.array([[row.get(name, np.nan) for name in names] for row in rows])
 
     def judge(self, tolerance: float = verdicts.TOLERANCE, **how: float) -> list[verdicts.Verdict]:
         """Verdicts on what was counted and on what all pairs have, see `lab.verdicts.judge`.

@@ -10,9 +10,10 @@ t-statistics is kept; in all but a share ``alpha`` of the samples it is below a 
     mean +- q * standard deviation / sqrt(n)
 
 has 0 in it for all metrics that have not changed, but with a chance of ``alpha``. (Westfall and Young
-1993, "Resampling-Based Multiple Testing", single-step maxT, for changes of sign.) That is about false
-alarms. Of a metric that has changed the interval holds its ratio with a chance of about ``1 - alpha``
-taken alone: if all have, ``q`` is little more than what a single one needs.
+1993, "Resampling-Based Multiple Testing", single-step maxT, for changes of sign.) A pair need not have
+all metrics: each is judged by those pairs that have it, which flip as one. That is about false alarms.
+Of a metric that has changed the interval holds its ratio with a chance of about ``1 - alpha`` taken
+alone: if all have, ``q`` is little more than what a single one needs.
 
 Now and then a neighbour slows one side of a pair by a third. So a number that is larger than `CLIP`
 times what is usual among the sizes of its column is cut to that, and what is said of ratios is said of
@@ -120,7 +121,7 @@ def intervals(
     Parameters
     ----------
     logs : ndarray, shape (n, m)
-        Logarithms of ratios, a pair each row and a metric each column.
+        Logarithms of ratios, a pair each row and a metric each column; NaN where a pair has none.
     alpha : float
         Chance that the interval of any column misses 0 whose numbers are as likely as their negatives.
     num_flips : int
@@ -135,13 +136,14 @@ def intervals(
     Raises
     ------
     ValueError
-        If there are fewer pairs than `MIN_PAIRS`.
+        If a metric has fewer pairs than `MIN_PAIRS`.
     """
-    n = len(logs)
-    if n < MIN_PAIRS:
-        raise ValueError(f"{n} pairs are too few for intervals, {MIN_PAIRS} are needed")
-    mean = logs.mean(0)
-    error = logs.std(0, ddof=1) / math.sqrt(n)
+    known = ~np.isnan(logs)
+    n = known.sum(0)
+    if n.min() < MIN_PAIRS:
+        raise ValueError(f"{n.min()} pairs are too few for intervals, {MIN_PAIRS} are needed")
+    mean = np.nanmean(logs, 0)
+    error = np.nanstd(logs, 0, ddof=1) / np.sqrt(n)
     varies = error > 1e-12
     half = np.zeros_like(mean)
     if not varies.any():
@@ -149,8 +151,8 @@ def intervals(
     # Signs are flipped of the logarithms as they are. That is exact where the sides are the same; where
     # they differ, a t-statistic of flipped rows still has nearly the same distribution, being divided by
     # its own standard error. But then all such columns flip together, and are as one to the largest.
-    rows = logs[:, varies]
-    signs = np.random.default_rng(seed).choice((-1.0, 1.0), (num_flips, n))
+    rows, n = np.where(known, logs, 0.0)[:, varies], n[varies]
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), (num_flips, len(rows)))
     flipped = signs @ rows / n
     squares = (rows**2).sum(0)
     errors = np.sqrt(np.maximum(squares - n * flipped**2, 1e-300) / (n - 1) / n)
@@ -161,7 +163,7 @@ def intervals(
 
 def clipped(logs: np.ndarray) -> np.ndarray:
     """Each column with what is far larger than usual cut; one that is 0 as a rule is left as it is."""
-    usual = np.median(np.abs(logs), axis=0)
+    usual = np.nanmedian(np.abs(logs), axis=0)
     most = np.where(usual > 0, CLIP * usual, np.inf)
     return np.clip(logs, -most, most)
 
@@ -181,7 +183,7 @@ def judge(
     metrics : sequence of str
         Names, in the order of the columns.
     logs : ndarray, shape (n, m)
-        Logarithms of head by base, a pair each row.
+        Logarithms of head by base, a pair each row; NaN where a pair has none.
     alpha : float
         Chance of a false "faster" or "slower" among all of them.
     tolerance : float
@@ -189,10 +191,10 @@ def judge(
     margin : float
         "same" means that the interval lies within this, or the tolerance, up and down, and that it would
         if nothing had been cut. What is neither cannot be told, and from fewer pairs than `MIN_PAIRS`
-        nothing can: their intervals have no bounds.
+        nothing can, be it of one metric: their intervals have no bounds.
     """
-    if len(logs) < MIN_PAIRS:
-        ratios = np.exp(clipped(logs).mean(0)).tolist()
+    if (~np.isnan(logs)).sum(0).min() < MIN_PAIRS:
+        ratios = np.exp(np.nanmean(clipped(logs), 0)).tolist()
         return [
             Verdict(name, CANNOT_TELL, ratio, 0.0, math.inf)
             for name, ratio in zip(metrics, ratios, strict=True)
