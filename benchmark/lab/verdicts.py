@@ -4,16 +4,16 @@ A contest (`lab.contest`) has ``n`` pairs of processes, one of each side, and fr
 logarithm of a ratio for each of ``m`` metrics. If the sides are the same, each pair could as well have
 been the other way round: the signs of its row of ``m`` numbers are then as likely plus as minus. So
 flipping the signs of rows at random gives samples of what chance alone does, whatever the distribution
-of noise is and however the metrics hang together. Of each sample the largest of the ``m`` absolute
-t-statistics is kept; in all but a share ``alpha`` of the samples it is below a value ``q``, and
+of noise is and however the metrics hang together. A metric's absolute t-statistics are divided by the
+value ``u`` that they exceed in a share ``alpha`` of the samples. Of each sample the largest of the ``m``
+quotients is kept; in all but a share ``alpha`` of the samples it is below a value ``q``, and
 
-    mean +- q * standard deviation / sqrt(n)
+    mean +- q * u * standard deviation / sqrt(n)
 
 has 0 in it for all metrics that have not changed, but with a chance of ``alpha``. (Westfall and Young
 1993, "Resampling-Based Multiple Testing", single-step maxT, for changes of sign.) A pair need not have
 all metrics: each is judged by those pairs that have it, which flip as one. That is about false alarms.
-Of a metric that has changed the interval holds its ratio with a chance of about ``1 - alpha`` taken
-alone: if all have, ``q`` is little more than what a single one needs.
+Of a metric that has changed the interval holds its ratio with a chance of at least ``1 - alpha``.
 
 Now and then a neighbour slows one side of a pair by a third. So a number that is larger than `CLIP`
 times what is usual among the sizes of its column is cut to that, and what is said of ratios is said of
@@ -156,8 +156,12 @@ def intervals(
     flipped = signs @ rows / n
     squares = (rows**2).sum(0)
     errors = np.sqrt(np.maximum(squares - n * flipped**2, 1e-300) / (n - 1) / n)
-    largest = np.abs(flipped / errors).max(1)
-    half[varies] = np.quantile(largest, 1 - alpha) * error[varies]
+    sizes = np.abs(flipped / errors)
+    # Of few pairs, or noise with long tails, some are large by chance alone. By what is usual of its own
+    # column, none of them makes the intervals of the others wide.
+    usual = np.quantile(sizes, 1 - alpha, axis=0)
+    largest = (sizes / usual).max(1)
+    half[varies] = np.quantile(largest, 1 - alpha) * usual * error[varies]
     return mean, half
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import bench_gate
@@ -157,6 +158,42 @@ def test_a_head_that_breaks_later_fails_at_the_case_and_keeps_the_others(
     fails, one = found.judge()
     assert (fails.metric, fails.verdict) == ("two", "fails")
     assert (one.metric, one.verdict) == ("one us_per_token", "slower")
+
+
+def test_short_pairs_come_behind_those_of_all_cases(
+    fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "SHORT", {"two": 3})
+    monkeypatch.setattr(contest, "SHORT_PAIRS", 2)
+    found = Contest(None, Side("base", "a"), Side("head", "b"), ["one", "two"])
+    for _ in range(8):
+        found.run_pair()
+    assert (len(found.pairs), len(found.short)) == (8, 16)
+    # Both sides of four rounds each, then of three in each short pair, whose order alternates too.
+    of_one = fake[: 2 * (4 + 4 + 3 + 3)]
+    assert [case for _, case in of_one] == ["one"] * 2 + ["two"] * 2 + (
+        ["one"] * 2 + ["two"] * 2
+    ) * 3 + ["two"] * 12
+    assert of_one[16][0] == "base" and of_one[22][0] == "head"
+    names, logs = found.log_ratios()
+    assert names == ["one us_per_token", "two us_per_token"] and logs.shape == (24, 2)
+    assert np.isnan(logs[8:, 0]).all() and not np.isnan(logs[:, 1]).any()
+    assert [verdict.verdict for verdict in found.judge()] == ["slower", "slower"]
+    # A case that is left out later is left out of them, and has none any more.
+    monkeypatch.setattr(FakeWorker, "lasts", {("base", "two"): fake.count(("base", "two"))})
+    assert found.run_pair() is None and found.run_pair() is not None
+    assert (len(found.pairs), len(found.short)) == (9, 16)
+    names, logs = found.log_ratios()
+    assert names == ["one us_per_token"] and np.isfinite(logs).sum() == 9
+
+
+def test_where_there_is_nothing_else_each_pair_is_short(
+    fake: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "SHORT", {"one": 3, "two": 3})
+    found = make(["one", "two"])
+    found.run_pair()
+    assert (len(found.pairs), len(found.short)) == (1, 0)
 
 
 def test_a_base_that_breaks_later_is_left_out_of_all_pairs(

@@ -144,6 +144,56 @@ def test_too_few_pairs_are_refused() -> None:
     assert slower.verdict == CANNOT_TELL and slower.ratio == pytest.approx(math.exp(0.5))
 
 
+def without_some(logs: np.ndarray, pairs: int, columns: int) -> np.ndarray:
+    """As if all pairs but so many had only so many of the metrics."""
+    logs = logs.copy()
+    logs[pairs:, columns:] = np.nan
+    return logs
+
+
+def test_a_metric_is_judged_by_the_pairs_that_have_it() -> None:
+    logs = without_some(contest(0, 40, [0.05, 0.0, 0.0]), 10, 1)
+    mean, half = verdicts.intervals(logs)
+    assert mean == pytest.approx([logs[:, 0].mean(), logs[:10, 1].mean(), logs[:10, 2].mean()])
+    # A factor that is common to all, times what each alone would need.
+    alone = [verdicts.intervals(logs[:, :1])[1][0]]
+    alone += [verdicts.intervals(logs[:10, i : i + 1])[1][0] for i in (1, 2)]
+    assert half / alone == pytest.approx([half[0] / alone[0]] * 3, rel=0.1)
+    assert 1 < half[0] / alone[0] < 1.4
+    # And where all have all, nothing is changed by how it is counted.
+    whole = contest(1, 12, [0.0, 0.1])
+    mean, half = verdicts.intervals(whole)
+    assert mean == pytest.approx(whole.mean(0))
+
+
+@pytest.mark.parametrize("tails", [False, True], ids=["normal", "heavy_tails"])
+def test_false_alarms_are_as_rare_where_pairs_lack_metrics(tails: bool) -> None:
+    """Twelve pairs with 20 metrics and 36 with 8 of them, in 600 contests between equal sides."""
+    alarms = 0
+    for seed in range(600):
+        logs = without_some(contest(seed, 48, [0.0] * 20, tails=tails), 12, 8)
+        mean, half = verdicts.intervals(logs, num_flips=2000)
+        alarms += bool((np.abs(mean) > half).any())
+    assert 1 <= alarms <= 14, alarms
+
+
+def test_a_small_difference_is_found_by_the_many_pairs_that_have_the_metric() -> None:
+    """By 3%, under noise of 4% a pair: from 48 pairs mostly, from 12 of them seldom."""
+    found = {12: 0, 48: 0}
+    for seed in range(100):
+        logs = without_some(contest(seed, 48, [math.log(1.03)] + [0.0] * 19, noise=0.03), 12, 1)
+        for pairs in found:
+            found[pairs] += judge(names(20), logs[:pairs])[0].verdict == SLOWER
+    assert found[48] >= 75 and found[12] <= 20, found
+
+
+def test_too_few_pairs_of_one_metric_are_too_few() -> None:
+    logs = without_some(np.tile([0.5, 0.0], (20, 1)), 7, 1)
+    with pytest.raises(ValueError, match="7 pairs are too few"):
+        verdicts.intervals(logs)
+    assert {v.verdict for v in judge(names(2), logs)} == {CANNOT_TELL}
+
+
 def test_a_pair_is_summed_up_by_its_median_round() -> None:
     base = [{"a": 10.0, "b": 1.0}, {"a": 10.0, "b": 1.0}, {"a": 10.0, "b": 1.0}]
     head = [{"a": 11.0, "b": 1.0}, {"a": 99.0, "b": 1.0}, {"a": 12.0, "c": 1.0}]

@@ -81,12 +81,14 @@ def test_a_trial_keeps_its_numbers_and_has_the_verdicts_of_todays_rule(
     for number in numbers:
         sides = ({"one": [{"us_per_token": 1.0}]}, {"one": [{"us_per_token": number}]})
         made.pairs.append(contest.Pair(*sides))
+    made.short.append(contest.Pair({}, {}))  # which lacks the metric
     made._fixed.append(verdicts.failure("two"))
     monkeypatch.setattr(gate_error_rates, "compare", lambda *_: made)
     found = {"kind": "slow-10", "gate": describe_gate(6.0)}
     found |= run_trial(Side("base", "a"), Side("head", "b"), 1.0)
     assert found["metrics"] == ["one us_per_token"]
-    assert found["logs"] == [[pytest.approx(math.log(number), abs=5e-6)] for number in numbers]
+    told = [[pytest.approx(math.log(number), abs=5e-6)] for number in numbers]
+    assert found["logs"] == [*told, [None]] and found["short_pairs"] == 1
     out = tmp_path / "trials.jsonl"
     out.write_text(json.dumps(found) + "\n")
     assert [v["verdict"] for v in gate_error_rates.read(out)[0]["verdicts"]] == ["fails", "slower"]
@@ -128,6 +130,40 @@ def test_a_worker_that_dies_while_the_loop_is_measured_ends_it_with_a_message(
     monkeypatch.setattr(gate_error_rates, "calibrate", calibrate)
     assert main(["--out", str(tmp_path / "trials.jsonl")]) == 2
     assert "error: calibrate-plain, scheduler/b8: the process has died" in capsys.readouterr().err
+
+
+def test_the_loop_is_measured_by_what_it_costs_a_pair(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """2000 turns that make a step slower by a quarter: the whole step takes 8000."""
+    sides: list[str] = []
+
+    class Measured(contest.Contest):
+        def run_pair(self, tick: Any = None) -> contest.Pair:
+            slow, number = self.sides[1], len(self.pairs)
+            assert (
+                "_burn(2000)" in Path(slow.package, f"sglang/srt/{SITES['prepare'][0]}").read_text()
+            )
+            sides.append(slow.package)
+            # Now and then a neighbour.
+            us = [100.0, 300.0 if number % 10 == 0 else 125.0]
+            rounds = ({"scheduler/b8": [{"host_us_per_step": one}]} for one in us)
+            self.pairs.append(contest.Pair(*rounds))
+            return self.pairs[-1]
+
+    monkeypatch.setattr(gate_error_rates, "Contest", Measured)
+    assert gate_error_rates.calibrate(tmp_path) == pytest.approx(8000)
+    assert len(sides) == 25 and not Path(sides[0]).exists()
+
+
+def test_a_summary_says_how_large_the_slowdowns_were(tmp_path: Path) -> None:
+    """Of the trials that have numbers of that case; and a row of a short pair may lack others."""
+    numbers = [[0.0, math.log(1.06)], [None, math.log(1.04)], [None, math.log(1.05)]]
+    told = {"metrics": ["decode/tiny-b8 us_per_token", "scheduler/b8 host_us_per_step"]}
+    trials = [trial("slow-5", "slower") | told | {"logs": numbers}, trial("slow-5", "slower")]
+    (_, line) = summarise(trials)
+    assert line.endswith("; scheduler/b8 slower by 5.0%")
+    assert "slower by" not in summarise([trial("same", "same") | told | {"logs": numbers}])[1]
 
 
 def test_an_error_is_told_apart_from_an_alarm() -> None:
