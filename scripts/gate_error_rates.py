@@ -5,10 +5,10 @@ Each trial is one comparison by `bench_gate`, of the cases that it has by defaul
 working tree's package in folders of their own. In ``same`` nothing is changed; in ``slow-5`` and
 ``slow-10`` each decode step's host work has been made 5 or 10 percent longer, by a loop whose length is
 measured first, as a share of ``host_us_per_step`` of the case ``scheduler/b8``, where nothing but the
-host's work is done. The summary says by how much that case was slower in the trials. The loop stands in
-the step's preparation, in what makes its forward batch, or in what handles its results, in turn. A
-trial of ``same`` that calls any metric faster or slower, or says that a case fails, is a false alarm;
-one of the others that calls none slower, or any faster, is a miss.
+host's work is done. The summary says by how much that case was slower in the trials. The loop stands
+in what chooses the step's batch, in what makes its forward batch, or in what handles its results, in
+turn. A trial of ``same`` that calls any metric faster or slower, or says that a case fails, is a false
+alarm; one of the others that calls none slower, or any faster, is a miss.
 
 Trials are appended to a file, one line of JSON each, with what tells one gate from another: the
 version of what is measured (`lab.contest`), the time it had, the pairs that it wanted at least, the time
@@ -56,12 +56,16 @@ from lab.remote import end_on_signals  # noqa: E402
 KINDS: Final = {"same": 0.0, "slow-5": 0.05, "slow-10": 0.10}
 TRIALS: Final = {"same": 40, "slow-5": 20, "slow-10": 20}
 CALIBRATED: Final = "scheduler/b8"
-# Of the order of those that are looked for: what a turn takes in a loop of milliseconds is another time.
+# A turn takes less in a short loop. So it is measured twice, the second time with a loop as long as that
+# of the larger slowdown.
 CALIBRATION_TURNS: Final = 2000
-CALIBRATION_PAIRS: Final = 25
-# Where a slowdown is put, one after the other: one that only the whole step shows must be found too.
+CALIBRATION_PAIRS: Final = (15, 40)
+LOOP_VERSION: Final = 2
+"""Of how slowdowns are made: to be counted up where the loop, its places or its measurement change."""
+# Where a slowdown is put, one after the other: parts that no metric is about alone, so that the whole
+# step's time finds it, or nothing does.
 SITES: Final = {
-    "prepare": ("managers/schedule_batch.py", "ScheduleBatch.prepare_for_decode"),
+    "choice": ("managers/scheduler.py", "Scheduler.get_next_batch_to_run"),
     "forward batch": ("managers/schedule_batch.py", "ScheduleBatch.get_forward_batch"),
     "results": (
         "managers/scheduler_output_processor_mixin.py",
@@ -100,7 +104,7 @@ class TrialsError(ValueError):
     """A file of trials that cannot be gone on with."""
 
 
-def copy_package(target: Path, turns: int, site: str = "prepare") -> Side:
+def copy_package(target: Path, turns: int, site: str = "choice") -> Side:
     """A copy of the package whose decode steps run an empty loop of so many turns besides.
 
     Parameters
@@ -123,18 +127,26 @@ def copy_package(target: Path, turns: int, site: str = "prepare") -> Side:
 
 def calibrate(scratch: Path) -> float:
     """Turns of the loop that take as long as the host work of a decode step."""
+    turns, largest = float(CALIBRATION_TURNS), max(KINDS.values())
     plain = copy_package(scratch / "calibrate-plain", 0)
-    burning = copy_package(scratch / "calibrate-burning", CALIBRATION_TURNS)
     with contest.forking(threads=1) as context:
-        found = Contest(context, plain, burning, [CALIBRATED], rounds=8)
-        for _ in range(CALIBRATION_PAIRS):
-            if found.run_pair() is None:
-                raise ContestError("; ".join(found.notes))
-    for side in (plain, burning):
-        shutil.rmtree(side.package)
-    names, logs = found.log_ratios()
-    ratios = np.exp(logs[:, names.index(f"{CALIBRATED} host_us_per_step")])
-    return CALIBRATION_TURNS / (float(np.median(ratios)) - 1)
+        for pairs in CALIBRATION_PAIRS:
+            burning = copy_package(scratch / "calibrate-burning", round(turns), "choice")
+            found = Contest(context, plain, burning, [CALIBRATED], rounds=10)
+            for _ in range(pairs):
+                if found.run_pair() is None:
+                    raise ContestError("; ".join(found.notes))
+            shutil.rmtree(burning.package)
+            names, logs = found.log_ratios()
+            by = float(np.expm1(np.median(logs[:, names.index(f"{CALIBRATED} host_us_per_step")])))
+            if not largest / 3 < by < 1:
+                raise ContestError(
+                    f"a loop of {turns:.0f} turns made {CALIBRATED} slower by {by:.1%}"
+                )
+            whole = turns / by
+            turns = largest * whole
+    shutil.rmtree(plain.package)
+    return whole
 
 
 def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None) -> None:
@@ -152,18 +164,21 @@ def run_trials(out: Path, minutes: float, kinds: Sequence[str], most: int | None
             for place, site in enumerate(SITES)
         }
         while most is None or most > 0:
-            done = [trial["kind"] for trial in read(out) if trial["gate"] == gate]
+            of_gate = [trial for trial in read(out) if trial["gate"] == gate]
+            done = [t["kind"] for t in of_gate if t.get("loop") == loop_of(t["kind"])]
             left = {kind: TRIALS[kind] - done.count(kind) for kind in kinds}
             # The kind that is furthest behind.
             kind = max(left, key=lambda name: left[name] / TRIALS[name])
             if left[kind] <= 0:
                 return
             site = list(SITES)[done.count(kind) % len(SITES)]
-            about = {"kind": kind, "site": site, "turns": turns[kind], "gate": gate}
+            about = {"kind": kind, "gate": gate}
+            if kind != "same":
+                about |= {"site": site, "turns": turns[kind], "loop": loop_of(kind)}
             trial = about | run_trial(base, heads[kind, site], minutes)
             with out.open("a") as sink:
                 sink.write(json.dumps(trial) + "\n")
-            print(f"{kind}, {site}: {describe(trial)}", flush=True)
+            print(f"{kind}{f', {site}' if kind != 'same' else ''}: {describe(trial)}", flush=True)
             most = None if most is None else most - 1
 
 
@@ -201,6 +216,11 @@ def describe_gate(minutes: float) -> dict[str, Any]:
     about = {"version": contest.VERSION, "minutes": minutes}
     about |= {"least_pairs": ENOUGH_PAIRS, "most_minutes": MOST_MINUTES}
     return about | {"alpha": verdicts.ALPHA, "short_pairs": contest.SHORT_PAIRS}
+
+
+def loop_of(kind: str) -> int | None:
+    """What tells the slowdowns of a kind of trial from others; None where there are none."""
+    return None if kind == "same" else LOOP_VERSION
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -281,8 +301,10 @@ def summarise(trials: Sequence[dict[str, Any]]) -> list[str]:
     for gate, of_gate in sorted(by_gate.items()):
         lines.append(f"gate: {gate}")
         for kind in KINDS:
-            if chosen := [trial for trial in of_gate if trial["kind"] == kind]:
-                lines.append(_summary(kind, chosen))
+            chosen = [trial for trial in of_gate if trial["kind"] == kind]
+            # Trials of other slowdowns are other trials.
+            for loop in dict.fromkeys(trial.get("loop") for trial in chosen):
+                lines.append(_summary(kind, [t for t in chosen if t.get("loop") == loop]))
     return lines
 
 
@@ -308,7 +330,8 @@ def _summary(kind: str, trials: Sequence[dict[str, Any]]) -> str:
     if kind != "same" and (
         slower := [by for trial in trials if (by := slowdown(trial)) is not None]
     ):
-        line += f"; {CALIBRATED} slower by {statistics.median(slower):.1%}"
+        low, high = (f"{by:.1%}" for by in (min(slower), max(slower)))
+        line += f"; {CALIBRATED} slower by {statistics.median(slower):.1%} ({low} to {high})"
     errors = sum("error" in trial for trial in trials)
     return line + (f"; {errors} of them ended in an error" if errors else "")
 

@@ -180,11 +180,13 @@ def test_short_pairs_come_behind_those_of_all_cases(
     assert np.isnan(logs[8:, 0]).all() and not np.isnan(logs[:, 1]).any()
     assert [verdict.verdict for verdict in found.judge()] == ["slower", "slower"]
     # A case that is left out later is left out of them, and has none any more.
-    monkeypatch.setattr(FakeWorker, "lasts", {("base", "two"): fake.count(("base", "two"))})
-    assert found.run_pair() is None and found.run_pair() is not None
-    assert (len(found.pairs), len(found.short)) == (9, 16)
+    # Here in a short pair: the long one before it is kept.
+    monkeypatch.setattr(FakeWorker, "lasts", {("base", "two"): fake.count(("base", "two")) + 5})
+    assert found.run_pair() is not None and found.run_pair() is not None
+    assert found.notes == ["two left out: base: it broke later"]
+    assert (len(found.pairs), len(found.short)) == (10, 16)
     names, logs = found.log_ratios()
-    assert names == ["one us_per_token"] and np.isfinite(logs).sum() == 9
+    assert names == ["one us_per_token"] and np.isfinite(logs).sum() == 10
 
 
 def test_where_there_is_nothing_else_each_pair_is_short(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,28 +133,67 @@ def test_a_worker_that_dies_while_the_loop_is_measured_ends_it_with_a_message(
     assert "error: calibrate-plain, scheduler/b8: the process has died" in capsys.readouterr().err
 
 
-def test_the_loop_is_measured_by_what_it_costs_a_pair(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """2000 turns that make a step slower by a quarter: the whole step takes 8000."""
-    sides: list[str] = []
+def measured(sides: list[int], costs: Any) -> type:
+    """A contest in which a loop makes a step slower by ``costs(turns)``."""
 
     class Measured(contest.Contest):
         def run_pair(self, tick: Any = None) -> contest.Pair:
-            slow, number = self.sides[1], len(self.pairs)
-            assert (
-                "_burn(2000)" in Path(slow.package, f"sglang/srt/{SITES['prepare'][0]}").read_text()
-            )
-            sides.append(slow.package)
+            text = Path(self.sides[1].package, "sglang/srt", SITES["choice"][0]).read_text()
+            (turns,) = re.findall(r"_burn\((\d+)\)", text)
+            sides.append(int(turns))
             # Now and then a neighbour.
-            us = [100.0, 300.0 if number % 10 == 0 else 125.0]
+            is_slow = len(self.pairs) % 10 == 0
+            us = [100.0, 300.0 if is_slow else 100 * (1 + costs(int(turns)))]
             rounds = ({"scheduler/b8": [{"host_us_per_step": one}]} for one in us)
             self.pairs.append(contest.Pair(*rounds))
             return self.pairs[-1]
 
-    monkeypatch.setattr(gate_error_rates, "Contest", Measured)
+    return Measured
+
+
+def test_the_loop_is_measured_by_what_it_costs_where_it_is_as_long_as_it_will_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Turns of a long loop cost a quarter more: of 2000 they would seem to be 6400 a step."""
+    sides: list[int] = []
+    cost = lambda turns: turns / 8000 * (1.25 if turns > 1000 else 1)  # noqa: E731
+    monkeypatch.setattr(gate_error_rates, "Contest", measured(sides, cost))
     assert gate_error_rates.calibrate(tmp_path) == pytest.approx(8000)
-    assert len(sides) == 25 and not Path(sides[0]).exists()
+    assert sides == [2000] * 15 + [640] * 40
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("by", [0.0, -0.1, 2.0])
+def test_a_loop_that_cannot_be_measured_is_no_slowdown(
+    by: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gate_error_rates, "Contest", measured([], lambda turns: by))
+    with pytest.raises(ContestError, match=r"a loop of 2000 turns made scheduler/b8 slower by"):
+        gate_error_rates.calibrate(tmp_path)
+
+
+def test_trials_of_other_slowdowns_are_other_trials(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate, out = describe_gate(1.0), tmp_path / "trials.jsonl"
+    old = [trial("same", "same"), trial("slow-5", "same") | {"loop": 1}]
+    out.write_text("".join(json.dumps(t | {"gate": gate}) + "\n" for t in old))
+    monkeypatch.setattr(gate_error_rates, "TRIALS", {"same": 1, "slow-5": 1, "slow-10": 1})
+    monkeypatch.setattr(gate_error_rates, "calibrate", lambda scratch: 1000.0)
+    made = {k: v for k, v in trial("slow-5", "slower").items() if k not in ("kind", "gate")}
+    monkeypatch.setattr(gate_error_rates, "run_trial", lambda *_: made)
+    assert main(["--out", str(out), "--minutes", "1"]) == 0
+    new = [json.loads(line) for line in out.read_text().splitlines()][2:]
+    assert [(t["kind"], t["turns"], t["site"]) for t in new] == [
+        ("slow-5", 50, "choice"),
+        ("slow-10", 100, "choice"),
+    ]
+    said = summarise(gate_error_rates.read(out))
+    assert [line[:19] for line in said[2:]] == [
+        "slow-5: 1 of 1 miss",
+        "slow-5: 0 of 1 miss",
+        "slow-10: 0 of 1 mis",
+    ]
 
 
 def test_a_summary_says_how_large_the_slowdowns_were(tmp_path: Path) -> None:
@@ -162,7 +202,7 @@ def test_a_summary_says_how_large_the_slowdowns_were(tmp_path: Path) -> None:
     told = {"metrics": ["decode/tiny-b8 us_per_token", "scheduler/b8 host_us_per_step"]}
     trials = [trial("slow-5", "slower") | told | {"logs": numbers}, trial("slow-5", "slower")]
     (_, line) = summarise(trials)
-    assert line.endswith("; scheduler/b8 slower by 5.0%")
+    assert line.endswith("; scheduler/b8 slower by 5.0% (5.0% to 5.0%)")
     assert "slower by" not in summarise([trial("same", "same") | told | {"logs": numbers}])[1]
 
 

@@ -328,6 +328,21 @@ def test_a_leak_is_found_although_a_prompt_that_has_begun_cannot_go_on(
 
 
 @LOOPS
+def test_a_prompt_that_cannot_go_on_is_given_up_where_nobody_looks_for_leaks(
+    overlap: bool, make_engine: Callable[..., Engine]
+) -> None:
+    with make_engine(disable_overlap_schedule=not overlap, chunked_prefill_size=64) as engine:
+        scheduler = engine.scheduler
+        scheduler.check_busy = scheduler.check_idle = False
+        lost = scheduler.token_to_kv_pool_allocator.alloc(400)
+        begun, short = engine.generate(input_ids=[[5] * 250, [5] * 8], sampling_params=SHORT)
+        assert "out of KV" in begun["meta_info"]["finish_reason"]["message"]
+        assert short["meta_info"]["finish_reason"]["type"] == "length"
+        scheduler.token_to_kv_pool_allocator.free(lost)
+        assert scheduler.token_to_kv_pool_allocator.available_size() == 512
+
+
+@LOOPS
 def test_requests_that_no_step_takes_are_a_leak_although_another_one_waits(
     overlap: bool, make_engine: Callable[..., Engine]
 ) -> None:

@@ -780,12 +780,19 @@ class Scheduler(SchedulerOutputProcessorMixin):
             )
 
     def _unblock(self) -> None:
-        """Requests wait although nothing runs that they could wait for: give up the first."""
-        if self.chunked_req is None and self.running_batch.is_empty() and self.last_batch is None:
+        """Requests wait although nothing runs that they could wait for: give up the first.
+
+        That is the one whose prompt has begun. It can only have come to this by a leak that nobody looks
+        for.
+        """
+        if not self.running_batch.is_empty() or self.last_batch is not None:
+            return
+        req, self.chunked_req = self.chunked_req, None
+        if req is None:
             req = self.waiting_queue.pop(0)
-            self._finish_now(
-                req, FINISH_ABORT(f"out of KV: no room for {req.seqlen} tokens in an empty pool")
-            )
+        self._finish_now(
+            req, FINISH_ABORT(f"out of KV: no room for {req.seqlen} tokens in an empty pool")
+        )
 
     def self_check_during_busy(self) -> None:
         """What is free and what requests hold make the whole.
