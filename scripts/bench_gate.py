@@ -53,8 +53,8 @@ except ImportError as error:
     raise SystemExit(2) from error
 
 ENOUGH_PAIRS: Final = 12
-"""Pairs that are measured where ``--minutes`` are too few for them. With eight, the fewest that can be
-judged, 3 of 11 slowdowns by 5% were missed."""
+"""Long pairs that are measured where ``--minutes`` are too few for them. Eight, the fewest that can be
+judged, have wide intervals."""
 MOST_MINUTES: Final = 14.0
 """But not for longer than this, and a pair more: then there is what there is."""
 MAX_PAIRS: Final = 300
@@ -228,7 +228,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=positive_int,
-        help=f"of each case in a pair (default: {few} to {many}, see lab.contest)",
+        help=f"of each case in a pair, long or short (default: {few} to {many}, see lab.contest)",
     )
     parser.add_argument(
         "--tolerance",

@@ -81,8 +81,8 @@ def test_a_neighbour_in_one_pair_hides_nothing() -> None:
     logs = contest(3, 16, [0.1, 0.0], noise=0.01)
     logs[5] += 0.3
     slow, same = judge(names(2), logs)
-    # What is usual in the first column is some 0.1, and the pair is cut to three times that; in the second,
-    # to far less.
+    # What is usual in the first column is some 0.1, and the pair is cut to three times that; in the
+    # second, to far less.
     assert slow.verdict == SLOWER and slow.ratio == pytest.approx(math.exp(0.1), rel=0.03)
     # But whether a pair in sixteen is the neighbour's or the head's own cannot be told.
     assert same.ratio == pytest.approx(1, abs=0.01) and same.verdict == CANNOT_TELL
