@@ -68,8 +68,8 @@ def test_the_gates_figures() -> None:
     minutes = bench_gate.parse_args(["base", "head"]).minutes
     assert minutes == 6 and "Six minutes are the default" in text
     most, pairs = f"{bench_gate.MOST_MINUTES:.0f}", bench_gate.ENOUGH_PAIRS
-    assert f"up to {most}, for {pairs} pairs" in text
-    assert f"With fewer than {verdicts.MIN_PAIRS} by then" in text
+    assert f"up to {most}, for {pairs} pairs of all cases" in text
+    assert f"fewer than {verdicts.MIN_PAIRS} by then" in text
     assert verdicts.ALPHA == 0.01 and "one run in a hundred" in text
     assert f"differs from it by more than {verdicts.TOLERANCE:.0%} (`--tolerance`)" in text
     assert f"within {verdicts.MARGIN:.0%} of 1 (`--margin`)" in text
