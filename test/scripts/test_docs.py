@@ -17,33 +17,29 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 PAGES = [REPO_ROOT / name for name in ("README.md", "CONTRIBUTING.md", "PATCHES.md")]
 PAGES += sorted((REPO_ROOT / "docs").glob("*.md"))
 # What is written by a program has tests of its own.
-WRITTEN = [page for page in PAGES if not page.name.startswith("upstream-")]
-NAMES = [page.name for page in WRITTEN]
+WRITTEN = [path for path in PAGES if not path.name.startswith("upstream-")]
+NAMES = [path.name for path in WRITTEN]
 
 
-def text_of(name: str) -> str:
-    """A page's text, as if it stood in one line."""
-    (page,) = (page for page in PAGES if page.name == name)
-    return " ".join(page.read_text().split())
+def page(name: str) -> str:
+    """A page's text."""
+    return next(path for path in PAGES if path.name == name).read_text()
 
 
-def sources(text: str) -> Iterator[tuple[Path, int, str]]:
-    """Lines of our package that a page shows, and the function that they are said to be in."""
-    found = re.findall(r"(?:sglang/srt/[\w/]+/|\b)(\w+\.py):(\d+)(?: ([a-z]\w+)\b)?", text)
-    for name, line, function in found:
-        paths = list((REPO_ROOT / "python").rglob(name))
-        exact = re.search(rf"(sglang/srt/[\w/]+/{name}):{line}", text)
-        if exact:
-            paths = [REPO_ROOT / "python" / exact[1]]
+def sources(line: str) -> Iterator[tuple[Path, int, str]]:
+    """Lines of our package that a line of a page shows, and the function that they are said to be in."""
+    for name, number, function in re.findall(r"([\w/]+\.py):(\d+)(?: ([a-z]\w+)\b)?", line):
+        paths = [
+            p for p in (REPO_ROOT / "python").rglob("*.py") if p.as_posix().endswith(f"/{name}")
+        ]
         if len(paths) == 1:
-            yield paths[0], int(line), function
+            yield paths[0], int(number), function
 
 
 @pytest.mark.parametrize("name", ["README.md", "laboratory.md"])
 def test_lines_of_sources_are_in_the_functions_that_they_are_said_to_be_in(name: str) -> None:
-    (page,) = (page for page in PAGES if page.name == name)
     # A function's name is in the line of the file's.
-    shown = [found for line in page.read_text().splitlines() for found in sources(line)]
+    shown = [found for line in page(name).splitlines() for found in sources(line)]
     assert len(shown) >= 3
     for path, line, function in shown:
         text = path.read_text()
@@ -64,7 +60,7 @@ def test_lines_of_sources_are_in_the_functions_that_they_are_said_to_be_in(name:
 
 
 def test_the_gates_figures() -> None:
-    text = text_of("benchmarking.md")
+    text = " ".join(page("benchmarking.md").split())
     minutes = bench_gate.parse_args(["base", "head"]).minutes
     assert minutes == 6 and "Six minutes are the default" in text
     most, pairs = f"{bench_gate.MOST_MINUTES:.0f}", bench_gate.ENOUGH_PAIRS
@@ -79,28 +75,28 @@ def test_the_limits_of_the_gpu_check() -> None:
     script = (REPO_ROOT / "scripts" / "gpu_check.sh").read_text()
     (limits,) = re.findall(r"^tests=\d+ .*$", script, re.MULTILINE)
     wanted = {name.replace("_", "-"): int(s) for name, s in re.findall(r"(\w+)=(\d+)", limits)}
-    page = (REPO_ROOT / "docs" / "gpu-runner.md").read_text()
-    told = {name: int(s) for name, s in re.findall(r"^\| `([\w-]+)` \|.*\| (\d+) \|$", page, re.M)}
+    text = page("gpu-runner.md")
+    told = {name: int(s) for name, s in re.findall(r"^\| `([\w-]+)` \|.*\| (\d+) \|$", text, re.M)}
     assert told == wanted
-    assert "these are 480 s" in page
+    assert "these are 480 s" in text
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=NAMES)
-def test_what_is_called_by_its_path_can_be(page: Path) -> None:
+@pytest.mark.parametrize("path", WRITTEN, ids=NAMES)
+def test_what_is_called_by_its_path_can_be(path: Path) -> None:
     """The file is there, and it is executable, or an interpreter stands before it."""
-    text = page.read_text()
+    text = path.read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     lines += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
     for line in lines:
-        if match := re.match(r"(?:\$ )?((?:scripts|benchmark)/[\w./]+) -", line):
+        if match := re.match(r"(?:\$ )?((?:scripts|benchmark)/[\w./]+\.(?:py|sh)) \S", line):
             assert os.access(REPO_ROOT / match[1], os.X_OK), line
         if match := re.match(r"(?:\$ )?\S*(?:python3?|bash) ((?:scripts|benchmark)/[\w./]+)", line):
             assert (REPO_ROOT / match[1]).exists(), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+@pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            assert (path.parent / target).exists(), target
